@@ -1,0 +1,108 @@
+"""Settings from perfledger.toml and PERFLEDGER_* become the parser's defaults; flags win.
+
+A flag `--max-num-seqs` of `perfledger serve` is `max_num_seqs` under `[serve]` in the file (or at
+its top, for all commands) and PERFLEDGER_MAX_NUM_SEQS in the environment.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from perfledger.schema.errors import UsageError
+
+CONFIG_FILE = "perfledger.toml"
+# Read by other parts, not flags of a command.
+OTHER_VARIABLES = frozenset({"PERFLEDGER_CONFIG", "PERFLEDGER_CACHE"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the file and the environment say, before any command is known."""
+
+    file: Path | None
+    values: Mapping[str, object]
+    environment: Mapping[str, str]
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Read the TOML file (PERFLEDGER_CONFIG or ./perfledger.toml) and the variables.
+
+    Raises UsageError where a named file is missing or the file is not TOML.
+    """
+    named = environment.get("PERFLEDGER_CONFIG")
+    file = Path(named or CONFIG_FILE)
+    variables = {k: v for k, v in environment.items() if k.startswith("PERFLEDGER_")}
+    if not file.is_file():
+        if named:
+            raise UsageError(f"no such file: {named}", where="PERFLEDGER_CONFIG")
+        return Settings(None, {}, variables)
+    try:
+        return Settings(file, tomllib.loads(file.read_text("utf-8")), variables)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"not TOML: {error}", where=str(file)) from error
+
+
+def apply_settings(parser: argparse.ArgumentParser, settings: Settings) -> None:
+    """Set defaults on every command's parser. Raises UsageError on an unknown name or bad value."""
+    commands = _commands(parser)
+    shared = {k: v for k, v in settings.values.items() if not isinstance(v, dict)}
+    known: set[str] = set()
+    for name, command in commands.items():
+        options = {action.dest: action for action in command._actions if action.option_strings}
+        known |= options.keys()
+        section = settings.values.get(name, {})
+        section = section if isinstance(section, dict) else {}
+        for key, value in {**shared, **section}.items():
+            if key in options:
+                _set_default(command, options[key], value, f"{settings.file}, {name}.{key}")
+            elif key in section:
+                raise UsageError(f"unknown setting: {key}", where=f"{settings.file}, [{name}]")
+        for key, action in options.items():
+            variable = f"PERFLEDGER_{key.upper()}"
+            if variable in settings.environment:
+                _set_default(command, action, settings.environment[variable], variable)
+    _refuse_unknown(settings, shared.keys() - known, commands.keys())
+
+
+def _refuse_unknown(settings: Settings, stray: set[str], commands: object) -> None:
+    sections = {k for k, v in settings.values.items() if isinstance(v, dict)}
+    stray |= sections - set(commands)  # type: ignore[call-overload]
+    if stray:
+        raise UsageError(f"unknown setting: {', '.join(sorted(stray))}", where=str(settings.file))
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _set_default(
+    command: argparse.ArgumentParser, action: argparse.Action, value: object, where: str
+) -> None:
+    """Convert and check a value as if it had been given as the flag."""
+    if isinstance(action, argparse._StoreTrueAction):
+        converted: object = _truth(value, where)
+    else:
+        if isinstance(value, list):
+            value = ",".join(str(item) for item in value)
+        try:
+            converted = action.type(str(value)) if callable(action.type) else str(value)
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise UsageError(f"bad value {value!r}: {error}", where=where) from error
+        if action.choices is not None and converted not in action.choices:
+            choices = ", ".join(map(str, action.choices))
+            raise UsageError(f"bad value {value!r}", where=where, fix=f"one of {choices}")
+    command.set_defaults(**{action.dest: converted})
+
+
+def _truth(value: object, where: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() not in words:
+        raise UsageError(f"bad value {value!r}", where=where, fix="true or false")
+    return words[str(value).lower()]

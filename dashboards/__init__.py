@@ -1,0 +1,1 @@
+"""Findings as things to look at: a report page, a Perfetto trace."""

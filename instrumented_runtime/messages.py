@@ -1,0 +1,89 @@
+"""What the API process and the engine process say to each other: one dataclass per message.
+
+They travel pickled over one private pipe. Times are monotonic ns, shared by all processes of a
+host. A request is known by a small integer that the API process counts up.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. temperature 0 is greedy; max_tokens counts sampled tokens."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """API to engine: a new request, with the ids of its root span (for the engine's records)."""
+
+    request: int
+    prompt: list[int]
+    sampling: SamplingParams
+    trace_id: int  # 128 bits
+    span_id: int  # 64 bits
+    sent_ns: int  # start of its wait in the queue
+    delays_ns: dict[str, int] = field(default_factory=dict)  # planted faults, by stage
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """API to engine: stop this request and free its blocks. The reason is a LEAVE_REASONS name."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """API to engine: finish the current step and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Engine to API, once: the model is loaded. Facts about what really runs."""
+
+    device: str
+    dtype: str
+    kernel_path: str
+    threads: int
+    kv_blocks: int
+    max_model_len: int
+    parameters: int
+    weights_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token; `finish` is None, or stop or length with the last one."""
+
+    request: int
+    token: int
+    finish: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Engine to API: all tokens of one step, in one message."""
+
+    seq: int
+    sent_ns: int  # when the engine sent it: start of `detokenize`
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Engine to API: this request ended without a token (reason: a LEAVE_REASONS name)."""
+
+    request: int
+    reason: str
+    detail: str
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = Ready | StepOutput | Failed

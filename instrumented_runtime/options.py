@@ -1,0 +1,27 @@
+"""How a runtime is started: one frozen dataclass, built at the edge and passed down."""
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Options of `perfledger serve`; the command line's help is made of the same words."""
+
+    model: str = "reference"  # reference, reference-small, smollm2 or a checkpoint folder
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    threads: int = 0  # torch threads of the engine; 0 takes one a core
+    max_num_seqs: int = 16  # sequences in a batch at most
+    max_num_batched_tokens: int = 256  # tokens in a step at most: long prompts go in chunks
+    block_size: int = 16  # tokens in a KV block
+    kv_memory_bytes: int = 512 * MIB
+    max_model_len: int = 0  # tokens in prompt and answer at most; 0 takes the checkpoint's limit
+    run_id: str = ""  # resource attribute perfledger.run.id
+    service_name: str = "perfledger-runtime"
+    telemetry: bool = True
+    allow_faults: bool = False  # honour the header x-perfledger-fault (tests and drills)
+    ring_slots: int = 65_536  # records kept for the exporter before records are dropped

@@ -1,0 +1,223 @@
+"""Attribute names on spans and resources: OpenTelemetry's where it has one, else `perfledger.*`.
+
+Every name that we write is declared here once, with its type, unit and meaning; docs/attributes.md
+is made from it. Version of this declaration: SCHEMA_VERSION, sent as the scope's version.
+"""
+
+from dataclasses import dataclass
+
+SCHEMA_VERSION = "1"
+SCOPE_NAME = "perfledger.runtime"
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One attribute; `column` names the promoted column of `spans` that holds it, if any."""
+
+    name: str
+    type: str
+    meaning: str
+    column: str = ""
+
+
+RESOURCE_ATTRIBUTES: tuple[Attribute, ...] = (
+    Attribute("service.name", "string", "the service", "service_name"),
+    Attribute("service.instance.id", "string", "one process of it", "service_instance_id"),
+    Attribute("perfledger.run.id", "string", "the run that this telemetry belongs to", "run_id"),
+    Attribute("perfledger.clock.boot_id", "string", "kernel boot: the clock domain", "boot_id"),
+    Attribute("perfledger.clock.monotonic_ns", "int", "the anchor, monotonic side, ns"),
+    Attribute("perfledger.clock.wall_ns", "int", "the anchor, wall side, ns since 1970"),
+)
+
+SPAN_ATTRIBUTES: tuple[Attribute, ...] = (
+    Attribute("gen_ai.operation.name", "string", "chat or text_completion", "operation"),
+    Attribute("gen_ai.request.model", "string", "model asked for", "model"),
+    Attribute("gen_ai.response.model", "string", "model that answered"),
+    Attribute("gen_ai.response.id", "string", "id of the answer, as the client saw it"),
+    Attribute("gen_ai.response.finish_reasons", "string[]", "stop, length, abort"),
+    Attribute("gen_ai.request.max_tokens", "int", "limit asked for, tokens"),
+    Attribute("gen_ai.request.temperature", "double", "sampling temperature"),
+    Attribute("gen_ai.request.top_p", "double", "nucleus sampling mass"),
+    Attribute("gen_ai.request.seed", "int", "sampling seed"),
+    Attribute("gen_ai.request.stream", "boolean", "whether the answer is streamed"),
+    Attribute("gen_ai.request.choice.count", "int", "answers asked for (n)"),
+    Attribute("gen_ai.usage.input_tokens", "int", "prompt tokens", "input_tokens"),
+    Attribute("gen_ai.usage.output_tokens", "int", "tokens sampled", "output_tokens"),
+    Attribute(
+        "gen_ai.usage.cache_read.input_tokens",
+        "int",
+        "prompt tokens found in the prefix cache",
+        "cached_tokens",
+    ),
+    Attribute(
+        "gen_ai.usage.reasoning.output_tokens", "int", "reasoning tokens", "reasoning_tokens"
+    ),
+    Attribute("error.type", "string", "class of the error", "error_type"),
+    Attribute("perfledger.tenant", "string", "customer of the service", "tenant"),
+    Attribute("perfledger.class", "string", "traffic class", "traffic_class"),
+    Attribute("perfledger.session", "string", "conversation", "session"),
+    Attribute("perfledger.deadline_ms", "int", "deadline given by the caller, ms", "deadline_ms"),
+    Attribute("perfledger.status", "string", "ok, error, refused or aborted", "outcome"),
+    Attribute("perfledger.ttfc_ns", "int", "arrival to the first chunk written, ns", "ttfc_ns"),
+    Attribute("perfledger.model.hash", "string", "hash of the weights' description"),
+    Attribute("perfledger.tokenizer.hash", "string", "hash of tokenizer and template"),
+    Attribute("perfledger.reason", "string", "why: of a wait, a preemption, an abort", "reason"),
+    Attribute("perfledger.tokens", "int", "tokens computed by this span", "tokens"),
+    Attribute("perfledger.replica", "string", "engine replica", "replica"),
+    Attribute("perfledger.rank", "int", "rank within the replica", "rank"),
+    Attribute("perfledger.step.seq", "int", "number of the step within the rank", "step_seq"),
+    Attribute("perfledger.step.width", "int", "sequences in the batch"),
+    Attribute("perfledger.step.prefill_tokens", "int", "prompt tokens computed"),
+    Attribute("perfledger.step.decode_tokens", "int", "new tokens computed"),
+    Attribute("perfledger.step.waiting", "int", "requests waiting for admission"),
+    Attribute("perfledger.step.kv_blocks_used", "int", "KV blocks held"),
+    Attribute("perfledger.step.kv_blocks_total", "int", "KV blocks there are"),
+    Attribute("perfledger.step.cpu_ns", "int", "CPU time of the engine process in the step, ns"),
+    Attribute("perfledger.device", "string", "device that computed: cpu, cuda:0"),
+    Attribute("perfledger.dtype", "string", "dtype of weights and KV"),
+    Attribute("perfledger.kernel_path", "string", "attention path really used"),
+    Attribute("perfledger.dropped", "int", "records lost in a telemetry_dropped gap"),
+)
+
+LINK_ATTRIBUTES: tuple[Attribute, ...] = (
+    Attribute("perfledger.phase", "string", "what the request computed in the step", "phase"),
+    Attribute("perfledger.tokens", "int", "tokens of the request in the step", "tokens"),
+)
+
+# Span names, all of low cardinality.
+REQUEST_ROOTS = frozenset({"chat", "text_completion"})
+STEP_NAMES = frozenset({"prefill_step", "decode_step", "mixed_step"})
+
+# Denied before anything is written, from every source; compared in lower case. A key stands for
+# itself and for its children (`gen_ai.prompt.0.content`).
+CONTENT_KEYS = frozenset(
+    {
+        # OpenTelemetry, its older names and what follows it (OpenLLMetry, OpenLIT)
+        "gen_ai.prompt",
+        "gen_ai.completion",
+        "gen_ai.input.messages",
+        "gen_ai.output.messages",
+        "gen_ai.system_instructions",
+        "gen_ai.tool.definitions",
+        "gen_ai.tool.call.arguments",
+        "gen_ai.tool.call.result",
+        "gen_ai.request.stop_sequences",
+        "gen_ai.content.prompt",
+        "gen_ai.content.completion",
+        "gen_ai.event.content",
+        "gen_ai.retrieval.query.text",
+        "gen_ai.retrieval.documents",
+        "gen_ai.evaluation.explanation",
+        "traceloop.entity.input",
+        "traceloop.entity.output",
+        # OpenInference
+        "llm.prompts",
+        "llm.completions",
+        "llm.choices",
+        "llm.input_messages",
+        "llm.output_messages",
+        "llm.function_call",
+        "llm.tools",
+        "llm.prompt_template.template",
+        "llm.prompt_template.variables",
+        "input.value",
+        "output.value",
+        "message.content",
+        "message.contents",
+        "document.content",
+        "retrieval.documents",
+        "reranker.query",
+        "reranker.input_documents",
+        "reranker.output_documents",
+        "embedding.text",
+        "embedding.vector",
+        "embedding.embeddings",
+        "tool.parameters",
+        "tool_call.function.arguments",
+        # Vercel AI SDK, MLflow, Langfuse, Pydantic AI and Logfire
+        "ai.prompt",
+        "ai.texts",
+        "ai.value",
+        "ai.values",
+        "ai.embedding",
+        "ai.embeddings",
+        "ai.response.text",
+        "ai.response.object",
+        "ai.response.reasoning",
+        "ai.response.toolcalls",
+        "ai.result.text",
+        "ai.result.object",
+        "ai.toolcall.args",
+        "ai.toolcall.result",
+        "mlflow.spaninputs",
+        "mlflow.spanoutputs",
+        "mlflow.chat.messages",
+        "langfuse.trace.input",
+        "langfuse.trace.output",
+        "langfuse.observation.input",
+        "langfuse.observation.output",
+        "pydantic_ai.all_messages",
+        "all_messages_events",
+        "final_result",
+        "tool_arguments",
+        "tool_response",
+        "request_data",
+        "response_data",
+        # What carries a request's or a statement's text, and messages that quote it
+        "http.request.body",
+        "http.response.body",
+        "db.statement",
+        "db.query.text",
+        "db.query.parameter",
+        "exception.message",
+        "exception.stacktrace",
+        # Bare names
+        "prompt",
+        "completion",
+        "messages",
+        "content",
+        "input",
+        "output",
+        "token_ids",
+        "prompt_token_ids",
+        "output_token_ids",
+    }
+)
+_LONGEST_CONTENT_KEY = max(len(key) for key in CONTENT_KEYS)
+
+
+def is_content(key: str) -> bool:
+    """Return whether an attribute key names prompt, answer or other content.
+
+    An indexed child of a content key counts too: `gen_ai.prompt.0.content`.
+    """
+    # No more of a key is read than could match: keys come from outside and may be megabytes.
+    key = key[: _LONGEST_CONTENT_KEY + 1].lower()
+    if key in CONTENT_KEYS:
+        return True
+    end = key.rfind(".")
+    while end > 0:
+        if key[:end] in CONTENT_KEYS:
+            return True
+        end = key.rfind(".", 0, end)
+    return False
+
+
+def reference() -> str:
+    """Return docs/attributes.md."""
+    lines = ["# Attributes", "", f"Made from schema/attributes.py, version {SCHEMA_VERSION}.", ""]
+    for title, group in (
+        ("Resource", RESOURCE_ATTRIBUTES),
+        ("Span", SPAN_ATTRIBUTES),
+        ("Link from a step to a request in its batch", LINK_ATTRIBUTES),
+    ):
+        lines += [f"## {title}", "", "| name | type | meaning | column |", "|---|---|---|---|"]
+        lines += [
+            f"| `{a.name}` | {a.type} | {a.meaning} | {f'`{a.column}`' if a.column else ''} |"
+            for a in group
+        ]
+        lines.append("")
+    lines += ["## Denied by default", "", "Content is dropped before anything is written, counted,"]
+    lines += ["and never shown. A child of one of these keys is dropped too.", ""]
+    lines += [f"- `{key}`" for key in sorted(CONTENT_KEYS)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,97 @@
+"""Documents say what is: dependencies, folders, commands and flags are compared with the code."""
+
+import argparse
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from perfledger.cli import COMMANDS, build_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PARTS = ("schema", "collectors", "analyzers", "instrumented_runtime", "dashboards", "cli")
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    for action in build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise AssertionError("no commands")
+
+
+def test_every_dependency_has_its_line() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    asked = [*project["dependencies"], *(name for group in extras for name in group)]
+    names = {re.split(r"[<>=\[]", requirement)[0] for requirement in asked}
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    suffixes = page.replace("opentelemetry-exporter-otlp-proto-grpc, -http", " ".join(names))
+    assert [name for name in sorted(names) if name not in suffixes] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_flags_in_the_pages_exist(page: Path) -> None:
+    known = commands()
+    for line in re.findall(r"perfledger ((?:[a-z]+)\b[^\n`|#]*)", page.read_text()):
+        words = line.split()
+        if words[0] not in known:
+            continue
+        flags = {flag for action in known[words[0]]._actions for flag in action.option_strings}
+        used = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert used <= flags, f"{page.name}: perfledger {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_in_the_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_every_command_has_help_with_examples() -> None:
+    found = commands()
+    assert tuple(found) == COMMANDS
+    for name, parser in found.items():
+        text = parser.format_help()
+        assert "example" in text.lower(), name
+        assert f"perfledger {name}" in text, name
+
+
+def test_architecture_names_every_folder() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    for part in PARTS:
+        assert f"| {part}/ |" in page
+    for folder in ("cli/", "benchmarks/", "docs/", "examples/"):
+        assert folder in page
+
+
+def test_files_that_architecture_names_exist() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    names = set(re.findall(r"`([a-z_/]+\.py)`", page))
+    present = {path.name for part in PARTS for path in (ROOT / part).rglob("*.py")}
+    present |= {path.name for path in (ROOT / "tests").glob("*.py")}
+    assert {name for name in names if Path(name).name not in present} == set()
+
+
+def test_modules_stay_readable() -> None:
+    """One topic a file: 400 lines and a little, never a place where everything goes."""
+    nameless = re.compile(r"(utils?|helpers?|common|base|misc|manager)s?\.py")
+    for part in PARTS:
+        for path in (ROOT / part).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 450, path
+            assert not nameless.fullmatch(path.name), path
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`perfledger --help` answers at once: no torch, no polars, no gRPC."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, perfledger.cli as c; c.build_parser(); "
+        "print(sorted(m for m in ('torch','polars','grpc','transformers') if m in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr

@@ -1,0 +1,135 @@
+"""The store: what is written is read, once, and half-written files are never seen."""
+
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perfledger.schema.errors import NoDataError, UsageError
+from perfledger.schema.store import Store, id_conflicts
+from perfledger.schema.tables import REQUESTS, SPANS, TABLES
+
+ROW: dict[str, object] = {
+    "trace_id": bytes(range(16)),
+    "span_id": bytes(range(8)),
+    "name": "chat",
+    "kind": "server",
+    "start_ns": 1_000,
+    "end_ns": 2_000,
+    "received_ns": 3_000,
+}
+
+
+def spans(*changes: dict[str, object]) -> pa.Table:
+    return SPANS.from_rows([{**ROW, **change} for change in changes])
+
+
+def test_every_value_kind_comes_back_as_it_was(tmp_path: Path) -> None:
+    attributes = [
+        {"key": "a", "text": "x"},
+        {"key": "a", "int": 2**62},
+        {"key": "b", "double": 0.5},
+        {"key": "c", "bool": False},
+        {"key": "d", "bytes": b"\x00\xff"},
+        {"key": "e", "json": "[1,null]"},
+        {"key": "empty"},
+    ]
+    link = {"trace_id": b"t" * 16, "span_id": b"s" * 8, "phase": "decode", "tokens": 1}
+    written = spans({"attributes": attributes, "links": [link], "parent_span_id": b"p" * 8})
+    store = Store.at(str(tmp_path))
+    path = store.write("spans", written)
+    assert pq.read_table(path, partitioning=None).to_pylist() == written.to_pylist()
+    read = store.scan("spans").collect()
+    assert read.to_arrow().select(["trace_id", "span_id", "start_ns"]).to_pylist() == [
+        {key: ROW[key] for key in ("trace_id", "span_id", "start_ns")}
+    ]
+    assert read.columns == SPANS.names()
+
+
+def test_a_resent_span_counts_once_and_a_conflicting_one_is_flagged(tmp_path: Path) -> None:
+    store = Store.at(str(tmp_path))
+    store.write("spans", spans({}, {}))
+    store.write("spans", spans({"received_ns": 9_000}, {"name": "other"}))
+    read = store.scan("spans").collect()
+    assert sorted(read["name"].to_list()) == ["chat", "other"]
+    conflicts = id_conflicts(store.scan("spans")).collect()
+    assert conflicts.rows() == [(ROW["trace_id"], ROW["span_id"], 2)]
+
+
+def test_the_newest_version_of_a_request_is_shown(tmp_path: Path) -> None:
+    required = {c.name: 0 for c in REQUESTS.columns if c.required and pa.types.is_integer(c.type)}
+    row = {**required, "trace_id": b"t" * 16, "span_id": b"s" * 8, "status": "ok"}
+    row["longest"] = "queue"
+    store = Store.at(str(tmp_path))
+    for version in (1, 3, 2):
+        store.write("requests", REQUESTS.from_rows([{**row, "version": version}]))
+    assert store.scan("requests").collect()["version"].to_list() == [3]
+
+
+def test_a_file_that_was_being_written_when_the_host_died_is_not_data(tmp_path: Path) -> None:
+    store = Store.at(str(tmp_path))
+    path = store.write("spans", spans({}))
+    path.with_name("1-dead.writing").write_bytes(path.read_bytes()[:50])
+    assert store.files("spans") == [path]
+    assert store.scan("spans").collect().height == 1
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_without_files_has_its_columns_and_no_rows(tmp_path: Path, table: str) -> None:
+    empty = Store.at(str(tmp_path)).scan(table).collect()
+    assert (empty.height, empty.columns) == (0, TABLES[table].names())
+
+
+def test_asking_an_empty_store_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(NoDataError, match="perfledger collect"):
+        Store.at(str(tmp_path)).require("spans")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "http://x"])
+def test_a_url_that_cannot_be_opened_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="local folder"):
+        Store.at(url)
+
+
+@pytest.mark.parametrize("namespace", ["", "..", "a/b", "A", "-x"])
+def test_a_namespace_never_leaves_the_store(namespace: str) -> None:
+    with pytest.raises(UsageError, match="not a namespace"):
+        Store.at("x", namespace)
+
+
+def test_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
+    Store.at(str(tmp_path), "a").write("spans", spans({}))
+    assert Store.at(str(tmp_path), "b").scan("spans").collect().height == 0
+
+
+def test_a_column_that_is_not_declared_is_an_error() -> None:
+    with pytest.raises(KeyError, match="spans has no column"):
+        SPANS.from_rows([{**ROW, "surprise": 1}])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2**63 - 2)), min_size=1
+    ),
+    st.integers(1, 4),
+)
+def test_any_split_into_files_reads_as_the_set_of_rows(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[tuple[int, int, int]], files: int
+) -> None:
+    store = Store.at(str(tmp_path_factory.mktemp("store")))
+    rows = [
+        {"trace_id": bytes([t]) * 16, "span_id": bytes([s]) * 8, "start_ns": at, "end_ns": at + 1}
+        for t, s, at in keys
+    ]
+    for part in range(files):
+        if chosen := rows[part::files]:
+            store.write("spans", spans(*chosen))
+    read = store.scan("spans").select("trace_id", "span_id", "start_ns").collect()
+    assert set(read.rows()) == {(bytes([t]) * 16, bytes([s]) * 8, at) for t, s, at in keys}
+    assert read.height == len(set(keys))
+    assert read.filter(pl.col("start_ns") < 0).height == 0
