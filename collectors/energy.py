@@ -91,9 +91,7 @@ def _nvml_meter() -> NvmlMeter | NoMeter:
 
     try:
         pynvml.nvmlInit()
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
-        ]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         readers = [_reader(pynvml.nvmlDeviceGetTotalEnergyConsumption, h) for h in handles]
         for read in readers:
             read()

@@ -5,6 +5,7 @@ host. A request is known by a small integer that the API process counts up.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,11 @@ class Ready:
     weights_hash: str
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One sampled token; `finish` is None, or stop or length with the last one."""
+class Token(NamedTuple):
+    """One sampled token; `finish` is None, or stop or length with the last one.
+
+    A tuple: pickled twice as fast as a dataclass, and there is one a sequence and step.
+    """
 
     request: int
     token: int

@@ -77,6 +77,20 @@ SPAN_ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute("perfledger.dtype", "string", "dtype of weights and KV"),
     Attribute("perfledger.kernel_path", "string", "attention path really used"),
     Attribute("perfledger.dropped", "int", "records lost in a telemetry_dropped gap"),
+    Attribute("http.response.status_code", "int", "HTTP status that a load client saw"),
+    Attribute("perfledger.client.index", "int", "number of the request in its workload, from 0"),
+    Attribute("perfledger.client.warmup", "boolean", "sent before the schedule, to warm up"),
+    Attribute("perfledger.client.scheduled_ns", "int", "when it was due, ns since 1970"),
+    Attribute("perfledger.client.lateness_ns", "int", "real send minus scheduled time, ns"),
+    Attribute("perfledger.client.input_tokens", "int", "prompt tokens that the workload asks for"),
+)
+
+EVENT_ATTRIBUTES: tuple[Attribute, ...] = (
+    Attribute(
+        "perfledger.client.channel",
+        "string",
+        "of a `chunk` event: reasoning or tool; absent where it holds output",
+    ),
 )
 
 LINK_ATTRIBUTES: tuple[Attribute, ...] = (
@@ -210,6 +224,7 @@ def reference() -> str:
         ("Resource", RESOURCE_ATTRIBUTES),
         ("Span", SPAN_ATTRIBUTES),
         ("Link from a step to a request in its batch", LINK_ATTRIBUTES),
+        ("Event", EVENT_ATTRIBUTES),
     ):
         lines += [f"## {title}", "", "| name | type | meaning | column |", "|---|---|---|---|"]
         lines += [

@@ -7,6 +7,7 @@ appears whole, by write, sync and rename; a name that does not end in `.parquet`
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -59,14 +60,30 @@ class Store:
         _write_durably(path, rows, declared)
         return path
 
-    def files(self, table: str) -> list[Path]:
-        """Return the files of a table, oldest first."""
-        return sorted((self.root / self.namespace / table).glob("*/*.parquet"))
+    def prepare(self) -> None:
+        """Create the store's folder. Raises UsageError where nothing can be written there."""
+        folder = self.root / self.namespace
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise UsageError(
+                f"cannot write to the store: {reason}",
+                where=str(folder),
+                fix="give a folder that you may write to with --store",
+            ) from error
 
-    def scan(self, table: str) -> pl.LazyFrame:
-        """Return a table's rows, duplicates dropped; a table without files has no rows."""
+    def files(self, table: str, since_ns: int = 0) -> list[Path]:
+        """Return the files of a table written at or after a wall time, oldest first."""
+        files = sorted((self.root / self.namespace / table).glob("*/*.parquet"))
+        return [path for path in files if not since_ns or written_ns(path) >= since_ns]
+
+    def scan(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
+        """Return the rows of `files(table, since_ns)`, duplicates dropped, or no rows."""
         declared = TABLES[table]
-        files = self.files(table)
+        files = self.files(table, since_ns)
         if not files:
             return empty_frame(declared)
         rows = pl.scan_parquet(files, glob=False)
@@ -82,6 +99,11 @@ class Store:
                 fix="start `perfledger collect` on this store and send it telemetry",
             )
         return self.scan(table)
+
+
+def written_ns(path: Path) -> int:
+    """Return when a file of the store was written (wall ns), from its name."""
+    return int(path.name.partition("-")[0])
 
 
 def empty_frame(table: Table) -> pl.LazyFrame:

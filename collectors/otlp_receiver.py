@@ -1,0 +1,125 @@
+"""What both OTLP transports share: where requests go, and how one is refused.
+
+A refusal has one meaning and two spellings: a gRPC status and an HTTP status whose body is the
+same google.rpc.Status (OTLP 1.11, "Failures"). Only what is worth retrying says after how long.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.code_pb2 import Code
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from perfledger.collectors.otlp_rows import Decoded, Signal
+from perfledger.schema.errors import UsageError
+
+DEFAULT_MAX_REQUEST_BYTES = 64 * 2**20
+RETRY_AFTER_S = 1
+
+
+class Refusal(Exception):
+    """A request that is not taken; `retry_s` is set where the same bytes may pass later."""
+
+    def __init__(
+        self, http_status: int, code: int, message: str, retry_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.code = code
+        self.message = message
+        self.retry_s = retry_s
+
+    def status(self) -> Status:
+        """Return the body that says so."""
+        status = Status(code=self.code, message=self.message)
+        for detail in self._details():
+            packed = AnyMessage()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return status
+
+    def retry_info(self) -> RetryInfo | None:
+        """Return when to try again, or None where that is of no use."""
+        if self.retry_s is None:
+            return None
+        return RetryInfo(retry_delay=Duration(seconds=self.retry_s))
+
+    def _details(self) -> list[Message]:
+        if retry := self.retry_info():
+            return [retry]
+        if self.http_status == 400:
+            violation = BadRequest.FieldViolation(field="body", description=self.message)
+            return [BadRequest(field_violations=[violation])]
+        return []
+
+
+def undecodable(message: str) -> Refusal:
+    """Return the refusal of bytes that are no request: 400, INVALID_ARGUMENT."""
+    return Refusal(400, Code.INVALID_ARGUMENT, message)
+
+
+def too_large(limit_bytes: int) -> Refusal:
+    """Return the refusal of a request over the limit: 413, RESOURCE_EXHAUSTED without retry."""
+    message = f"the request is over {limit_bytes} bytes after decompression; send smaller batches"
+    return Refusal(413, Code.RESOURCE_EXHAUSTED, message)
+
+
+def overloaded() -> Refusal:
+    """Return the refusal while memory is full: 503, UNAVAILABLE, with the time to wait."""
+    return Refusal(503, Code.UNAVAILABLE, "the collector's buffer is full", RETRY_AFTER_S)
+
+
+def failed() -> Refusal:
+    """Return the answer to a request that met a defect of ours: 500, INTERNAL."""
+    return Refusal(500, Code.INTERNAL, "the collector failed on this request")
+
+
+def cannot_listen(address: str, flag: str) -> UsageError:
+    """Return the error of an address that is taken, or none of this host's."""
+    fix = f"stop what listens there, or choose another address with {flag} HOST:PORT"
+    return UsageError(f"cannot listen on {address}", fix=fix)
+
+
+class Sink(Protocol):
+    """Takes requests."""
+
+    def check_room(self) -> None:
+        """Raise `overloaded()` while no new request may be read."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Count bytes of a request as held; raise `overloaded()` where that is too much."""
+
+    def release(self, size_bytes: int) -> None:
+        """Give reserved bytes back: the request has become rows, or has been refused."""
+
+    def refused(self, refusal: Refusal) -> None:
+        """Count a request that was refused."""
+
+    async def export(self, signal: Signal, body: bytes) -> Decoded:
+        """Take a request's bytes, decompressed; when this returns, it is acknowledged.
+
+        Raises Refusal where the bytes are no request, or a defect of ours was met.
+        """
+        ...
+
+
+@contextmanager
+def reservation(sink: Sink) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reserves bytes of one request; they are released at the end."""
+    taken_bytes = 0
+
+    def take(size_bytes: int) -> None:
+        nonlocal taken_bytes
+        sink.reserve(size_bytes)
+        taken_bytes += size_bytes
+
+    sink.check_room()
+    try:
+        yield take
+    finally:
+        sink.release(taken_bytes)

@@ -1,0 +1,307 @@
+"""Derives `steps` and `requests` while spans arrive, from what is held in memory.
+
+A step's row is made once its span is `settle_s` old. A request is derived when its root is
+`settle_s` old, and again at two later ages (`checks_ns`) in case spans were late: where the result
+differs from the row written last, a row with the next version is. Then its spans are let go.
+Spans without a request are held for `hold_s`: parts of a long request arrive long before its root.
+
+Memory is bounded. What is let go unused, the oldest first, is counted, and a request that began
+before the end of something let go may lack a part of itself: it is counted and not derived
+(`attribute` derives it from the store). Ages are of the caller's monotonic clock.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from perfledger.schema.attributes import STEP_NAMES
+from perfledger.schema.columns import Table
+from perfledger.schema.derive import request_rows, step_rows
+from perfledger.schema.intervals import Ints
+from perfledger.schema.request_traces import is_request_root
+from perfledger.schema.span_ids import SpanIds, SpanIndex
+from perfledger.schema.tables import REQUESTS, SPANS, STEPS
+
+_SECOND_NS = 1_000_000_000
+_DEEPEST = 64  # spans between a span and its request
+_MOST_REQUESTS = 1_000_000  # remembered, so that a root sent again makes no row
+_IDS = ["trace_id", "span_id"]
+_PARENT_IDS = ["trace_id", "parent_span_id"]
+_NEVER_READ = ("resource_attributes", "events", "status_message", "trace_state")
+_READ_OF_STEPS = ("attributes", "links")
+_NOT_CONTENT = ("version", "received_ns")
+
+COUNTS = (
+    *("steps_derived", "requests_derived", "requests_rewritten", "requests_skipped"),
+    *("spans_let_go", "steps_let_go"),
+)
+
+Key = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class SettleLimits:
+    """At which ages of arrival rows are derived, and how much may be held for them."""
+
+    settle_s: float = 5.0
+    window_s: float = 60.0
+    hold_s: float = 600.0
+    max_spans: int = 200_000
+    max_step_bytes: int = 128 * 2**20
+
+    @property
+    def checks_ns(self) -> list[int]:
+        """Return the ages of a root at which its request is derived, ascending."""
+        ages_s = {self.settle_s, min(4 * self.settle_s, self.window_s), self.window_s}
+        return sorted(int(age_s * _SECOND_NS) for age_s in ages_s)
+
+
+@dataclass
+class _Request:
+    """How far a request is: checks done, and version and content hash of the row written last."""
+
+    seen_ns: int
+    checks: int = 0
+    version: int = 0
+    content: int = 0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Rows to write."""
+
+    steps: pa.Table
+    requests: pa.Table
+
+
+class Settling:
+    """`add` may be called from one thread while another one is in `settle`."""
+
+    def __init__(self, limits: SettleLimits | None = None) -> None:
+        self.limits = limits or SettleLimits()
+        # Read from other threads, so no key comes later.
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self._checks_ns = self.limits.checks_ns
+        self._arrived: deque[pl.DataFrame] = deque()
+        self._spans = _held(_empty(SPANS), 0)
+        self._steps = _held(_empty(STEPS), 0)
+        self._requests: dict[Key, _Request] = {}
+        self._pending: dict[Key, _Request] = {}
+        # Telemetry's time: what ended before it may have been let go.
+        self._let_go_ns = -1
+
+    def add(self, spans: pa.Table, now_ns: int) -> None:
+        """Take rows of `spans` that have just arrived."""
+        self._arrived.append(_held(_without_bulk(pl.DataFrame(spans)), now_ns))
+
+    def resume(
+        self, spans: pl.DataFrame, steps: pl.DataFrame, requests: pl.DataFrame, now_ns: int
+    ) -> None:
+        """Take what an earlier collector wrote lately, so that this one goes on where it ended.
+
+        Rows that are already there are not written again. Requests that had their last check, or
+        that began before what is given here, are taken as finished.
+        """
+        if spans.is_empty():
+            return
+        self._arrived.append(_held(_without_bulk(spans), now_ns))
+        self._steps = _held(steps, now_ns)
+        for key, version, content in zip(
+            _keys(requests), requests["version"], _content(requests), strict=True
+        ):
+            self._requests[key] = _Request(now_ns, 0, version, content)
+        began_ns, ended_ns = spans.select(
+            pl.min("received_ns"), pl.max("received_ns").alias("last_ns")
+        ).row(0)
+        is_old = (pl.col("received_ns") < ended_ns - self._checks_ns[-1]) | (
+            pl.col("start_ns") < began_ns
+        )
+        for key in _keys(spans.filter(is_request_root() & is_old)):
+            known = self._requests.setdefault(key, _Request(now_ns))
+            known.checks = len(self._checks_ns)
+        self._pending = {k: r for k, r in self._requests.items() if not self._is_finished(r)}
+
+    def settle(self, now_ns: int, received_ns: int, *, everything: bool = False) -> Settled:
+        """Return the rows that are due, or with `everything` all that can be made.
+
+        `received_ns` is the wall clock; it stamps the rows.
+        """
+        self._take_arrived()
+        age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
+        steps = self._settle_steps(now_ns - age_ns, received_ns)
+        requests = self._settle_requests(now_ns, received_ns, everything)
+        self._let_go(now_ns)
+        return Settled(_as_table(steps, STEPS), _as_table(requests, REQUESTS))
+
+    def _take_arrived(self) -> None:
+        arrived = [self._spans]
+        while self._arrived:
+            arrived.append(self._arrived.popleft())
+        if len(arrived) > 1:
+            self._spans = pl.concat(arrived, rechunk=True)
+
+    def _settle_steps(self, until_ns: int, received_ns: int) -> pl.DataFrame:
+        """Make rows of the steps seen until then; their spans have served."""
+        is_due = pl.col("name").is_in(list(STEP_NAMES)) & (pl.col("seen_ns") <= until_ns)
+        due = self._spans.filter(is_due)
+        if due.is_empty():
+            return _empty(STEPS)
+        children = self._spans.join(due, left_on=_PARENT_IDS, right_on=_IDS, how="semi")
+        fresh = due.join(self._steps, on=_IDS, how="anti")
+        rows = step_rows(pl.concat([fresh, children]).drop("seen_ns"), received_ns)
+        self._steps = pl.concat([self._steps, _held(rows, until_ns)])
+        self._spans = self._spans.filter(~is_due).join(
+            self._steps, left_on=_PARENT_IDS, right_on=_IDS, how="anti", maintain_order="left"
+        )
+        self.counts["steps_derived"] += len(rows)
+        return rows
+
+    def _settle_requests(self, now_ns: int, received_ns: int, everything: bool) -> pl.DataFrame:
+        """Make rows of the requests whose next check is due and whose content has changed."""
+        roots = self._spans.filter(is_request_root())
+        for key, seen_ns in zip(_keys(roots), roots["seen_ns"], strict=True):
+            if key not in self._requests:
+                self._requests[key] = self._pending[key] = _Request(seen_ns)
+        due = self._pass_checks(now_ns, everything)
+        if not due:
+            return _empty(REQUESTS)
+        roots = roots.filter(pl.Series([key in due for key in _keys(roots)], dtype=pl.Boolean))
+        roots = self._without_incomplete(roots)
+        rows = self._changed(self._derive(roots, received_ns))
+        self._forget_spans_of({key for key in due if self._is_finished(self._requests[key])})
+        return rows
+
+    def _is_finished(self, request: _Request) -> bool:
+        return request.checks == len(self._checks_ns)
+
+    def _pass_checks(self, now_ns: int, everything: bool) -> set[Key]:
+        """Move requests on and return those that passed a check."""
+        due = set()
+        for key, request in self._pending.items():
+            age_ns = now_ns - request.seen_ns
+            passed = sum(everything or age_ns >= check_ns for check_ns in self._checks_ns)
+            if passed > request.checks:
+                request.checks = passed
+                due.add(key)
+        self._pending = {k: r for k, r in self._pending.items() if not self._is_finished(r)}
+        return due
+
+    def _without_incomplete(self, roots: pl.DataFrame) -> pl.DataFrame:
+        complete = roots.filter(pl.col("start_ns") > self._let_go_ns)
+        self.counts["requests_skipped"] += len(roots) - len(complete)
+        return complete
+
+    def _derive(self, roots: pl.DataFrame, received_ns: int) -> pl.DataFrame:
+        if roots.is_empty():
+            return _empty(REQUESTS)
+        spans = self._spans.join(roots, on="trace_id", how="semi").drop("seen_ns")
+        steps = self._steps.filter(
+            (pl.col("end_ns") >= roots["start_ns"].min())
+            & (pl.col("start_ns") <= roots["end_ns"].max())
+        )
+        rows = request_rows(spans, steps.drop("seen_ns"), received_ns=received_ns)
+        return rows.join(roots, on=_IDS, how="semi", maintain_order="left")
+
+    def _changed(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows that differ from those written last, with their versions."""
+        changed, versions = [], []
+        for key, content in zip(_keys(rows), _content(rows), strict=True):
+            request = self._requests[key]
+            is_new = not request.version or request.content != content
+            request.version += is_new
+            request.content = content
+            changed.append(is_new)
+            versions.append(request.version)
+            self.counts["requests_derived"] += is_new and request.version == 1
+            self.counts["requests_rewritten"] += is_new and request.version > 1
+        dtype = rows.schema["version"]
+        rows = rows.with_columns(pl.Series("version", versions, dtype=dtype))
+        return rows.filter(pl.Series(changed, dtype=pl.Boolean))
+
+    def _forget_spans_of(self, finished: set[Key]) -> None:
+        """Let the spans of finished requests go; their keys stay, so that none is made anew."""
+        if not finished:
+            return
+        owner = _owners(self._spans)
+        roots = np.unique(owner[owner >= 0])
+        done = np.zeros(len(self._spans), dtype=bool)
+        done[roots] = [key in finished for key in _keys(self._spans[roots])]
+        self._spans = self._spans.filter(pl.Series((owner < 0) | ~done[owner]))
+
+    def _let_go(self, now_ns: int) -> None:
+        """Let go what is too old or too much, and remember until when something is missing."""
+        oldest_ns = now_ns - int(self.limits.hold_s * _SECOND_NS)
+        kept = self._spans.filter(pl.col("seen_ns") >= oldest_ns).tail(self.limits.max_spans)
+        self._missing(self._spans, len(kept), "spans_let_go")
+        self._spans = kept
+        kept = self._steps.filter(pl.col("seen_ns") >= oldest_ns)
+        while kept.estimated_size() > self.limits.max_step_bytes:
+            kept = kept.tail(len(kept) // 2)
+        self._missing(self._steps, len(kept), "steps_let_go")
+        self._steps = kept
+        self._forget_requests_before(oldest_ns - self._checks_ns[-1])
+
+    def _forget_requests_before(self, oldest_ns: int) -> None:
+        while self._requests:
+            key = next(iter(self._requests))
+            if self._requests[key].seen_ns >= oldest_ns and len(self._requests) < _MOST_REQUESTS:
+                return
+            del self._requests[key]
+            self._pending.pop(key, None)
+
+    def _missing(self, held: pl.DataFrame, kept: int, count: str) -> None:
+        gone = held.head(len(held) - kept)
+        self.counts[count] += len(gone)
+        # A nonsense end far in the future must not hide every request from now on.
+        end_ns = gone.select(pl.min_horizontal("end_ns", "received_ns").max()).item()
+        self._let_go_ns = max(self._let_go_ns, -1 if end_ns is None else end_ns)
+
+
+def _owners(spans: pl.DataFrame) -> Ints:
+    """Return for each span the row of the request above it or at it, -1 where there is none."""
+    is_root = spans.select(is_request_root().fill_null(False)).to_series().to_numpy()
+    index = SpanIndex(SpanIds.of(spans["trace_id"], spans["span_id"]))
+    parent = index.find(SpanIds.of(spans["trace_id"], spans["parent_span_id"]))
+    at = np.arange(len(spans))
+    for _ in range(_DEEPEST):
+        climbing = np.flatnonzero((at >= 0) & ~is_root[at])
+        if not len(climbing):
+            break
+        at[climbing] = parent[at[climbing]]
+    at[~is_root[at]] = -1
+    return at
+
+
+def _held(rows: pl.DataFrame, seen_ns: int) -> pl.DataFrame:
+    return rows.with_columns(seen_ns=pl.lit(seen_ns, dtype=pl.Int64))
+
+
+def _without_bulk(spans: pl.DataFrame) -> pl.DataFrame:
+    """Empty the columns that nothing derived is made from; they are most of the bytes."""
+    is_step = pl.col("name").is_in(list(STEP_NAMES))
+    kinds = spans.schema
+    return spans.with_columns(
+        *(pl.lit(None, dtype=kinds[name]).alias(name) for name in _NEVER_READ),
+        *(pl.when(is_step).then(pl.col(name)).alias(name) for name in _READ_OF_STEPS),
+    )
+
+
+def _keys(rows: pl.DataFrame) -> Iterable[Key]:
+    return zip(rows["trace_id"].to_list(), rows["span_id"].to_list(), strict=True)
+
+
+def _content(requests: pl.DataFrame) -> list[int]:
+    """Return a hash of each row, but for when and how often it was written."""
+    return requests.drop(_NOT_CONTENT).hash_rows(seed=0).to_list()
+
+
+def _empty(table: Table) -> pl.DataFrame:
+    return pl.DataFrame(table.arrow().empty_table())
+
+
+def _as_table(rows: pl.DataFrame, table: Table) -> pa.Table:
+    return rows.select(table.names()).to_arrow().cast(table.arrow())

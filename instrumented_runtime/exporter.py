@@ -1,0 +1,158 @@
+"""The exporter process: the engine's ring and the API's records in, OTLP out.
+
+It shares the engine's cores, so it is nice and it sleeps: it wakes when a request has finished,
+and at least every POLL_S. It ends, drained and flushed within bounded time, when the API's end of
+the channel closes, be it on purpose or because that process died.
+
+OpenTelemetry is imported inside `main` only: the process that starts this one stays light.
+"""
+
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
+from perfledger.instrumented_runtime.ring import Reader
+from perfledger.instrumented_runtime.telemetry import (
+    MAX_RECORD_BYTES,
+    EngineRecord,
+    RequestRecord,
+    decode,
+)
+from perfledger.schema import metrics
+from perfledger.schema.clocks import ClockAnchor
+from perfledger.schema.errors import PerfledgerError
+
+if TYPE_CHECKING:
+    from perfledger.instrumented_runtime.otlp import SpanSender
+
+NICENESS = 5
+POLL_S = 0.1
+READ_RECORDS = 8192
+# An engine that outlives the API by a step may still write; when it is quiet for that long, or
+# has written for so long, it is not waited for.
+QUIET_S, DRAIN_S = 0.3, 2.0
+FLUSH_S, METRIC_FLUSH_S = 4.0, 1.0
+FAILING_FLUSH_S = 0.5  # when the collector took nothing lately either
+
+
+class Exporter:
+    """What the process holds: both ways in, the state machine, and the sender (None: off)."""
+
+    def __init__(self, reader: Reader, channel: socket.socket, sender: "SpanSender | None") -> None:
+        channel.setblocking(False)
+        self.spans = RecordSpans(random.Random())
+        self.open = True
+        self._reader = reader
+        self._channel = channel
+        self._sender = sender
+
+    def turn(self, timeout_s: float) -> int:
+        """Wait for the API at most `timeout_s`, take what there is, and return how much it was.
+
+        The API's records are taken first and fed last: whatever the engine wrote before a
+        request ended is in the ring by then, or known to be missing.
+        """
+        select.select([self._channel] if self.open else [], [], [], timeout_s)
+        requests = self._receive()
+        taken = len(requests)
+        while records := self._reader.read(READ_RECORDS):
+            taken += len(records)
+            for record in records:
+                self._pass_on(self.spans.feed(record))
+        for event in (*self._reader.gap_at_end(), *requests):
+            self._pass_on(self.spans.feed(event))
+        self._publish()
+        return taken
+
+    def drain(self) -> None:
+        """Take what is still being written, then close what is open."""
+        now_s = time.monotonic()
+        give_up_s, quiet_s = now_s + DRAIN_S, now_s + QUIET_S
+        while now_s < min(give_up_s, quiet_s):
+            if self.turn(POLL_S / 2):
+                quiet_s = time.monotonic() + QUIET_S
+            now_s = time.monotonic()
+        self._pass_on(self.spans.end())
+
+    def flush(self) -> None:
+        """Send what is buffered, for a bounded time, and publish the last counts."""
+        if self._sender:
+            self._sender.stop(FAILING_FLUSH_S if self._sender.failing else FLUSH_S)
+        self._publish()
+
+    def _receive(self) -> list[RequestRecord]:
+        received = []
+        while self.open:
+            try:
+                message = self._channel.recv(MAX_RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                message = b""
+            if not message:
+                self.open = False
+                break
+            record, dropped = decode(message)
+            if isinstance(record, EngineRecord):
+                self.spans.feed(record)  # before any step of that engine
+            else:
+                received.append(record)
+            self.spans.counts[metrics.TELEMETRY_LOST, "socket"] = dropped
+        return received
+
+    def _pass_on(self, spans: list[FinishedSpan]) -> None:
+        if self._sender:
+            self._sender.put(spans)
+
+    def _publish(self) -> None:
+        if self._sender:
+            exported, lost = self._sender.exported, self._sender.lost
+            self.spans.counts[metrics.TELEMETRY_EXPORTED, ""] = exported
+            self.spans.counts[metrics.TELEMETRY_LOST, "export"] = lost
+            self._reader.publish(exported, lost)
+
+
+def main(
+    ring_name: str, channel: socket.socket, anchor: ClockAnchor, resource: dict[str, str | int]
+) -> None:
+    """Run the exporter until the other end of `channel` closes; the entry of its process.
+
+    Ends with the error's exit code where the environment asks for what we cannot do (UsageError)
+    or where there is no such ring (PerfledgerError).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which then tells us
+    os.nice(NICENESS)
+    logging.basicConfig(format="perfledger exporter: %(message)s")
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line each try: ours is one
+    try:
+        with channel:
+            _run(Reader.attach(ring_name), channel, anchor, resource)
+    except PerfledgerError as error:
+        print(f"perfledger exporter: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _run(
+    reader: Reader, channel: socket.socket, anchor: ClockAnchor, resource: dict[str, str | int]
+) -> None:
+    from perfledger.instrumented_runtime import otlp
+
+    traces = otlp.protocol_of("TRACES", os.environ)
+    points = otlp.protocol_of("METRICS", os.environ)
+    described = otlp.build_resource(resource, anchor)
+    sender = otlp.SpanSender(otlp.span_exporter(traces), described, anchor) if traces else None
+    exporter = Exporter(reader, channel, sender)
+    stop_metrics = otlp.start_metrics(points, described, exporter.spans) if points else None
+    while exporter.open:
+        exporter.turn(POLL_S)
+    exporter.drain()
+    exporter.flush()
+    if stop_metrics:
+        stop_metrics(FAILING_FLUSH_S if sender and sender.failing else METRIC_FLUSH_S)

@@ -1,0 +1,129 @@
+"""The API's side of telemetry: the ring, the exporter process, and what was lost on the way."""
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Protocol
+
+from perfledger.instrumented_runtime.child_processes import end, spawn_exporter
+from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.ring import Ring
+from perfledger.instrumented_runtime.telemetry import (
+    EngineRecord,
+    RequestRecord,
+    TelemetrySender,
+    open_channel,
+)
+from perfledger.schema.clocks import ClockAnchor, take_anchor
+
+FLUSH_S = 10.0  # for the exporter to send what it has, once all else has ended
+
+
+class Telemetry(Protocol):
+    """Where records go."""
+
+    ring_name: str | None
+
+    def start(self) -> None:
+        """Start what sends them, from the running event loop."""
+
+    def send(self, record: RequestRecord | EngineRecord) -> None:
+        """Take a record; never waits, never raises."""
+
+    def report(self) -> Mapping[str, object]:
+        """Return the counters for /health."""
+
+    def stop(self) -> None:
+        """Send the rest and end; waits a bounded time."""
+
+
+class NoTelemetry:
+    """--no-telemetry: records go nowhere."""
+
+    ring_name: str | None = None
+
+    def start(self) -> None:
+        """See Telemetry."""
+
+    def send(self, record: RequestRecord | EngineRecord) -> None:
+        """See Telemetry."""
+
+    def report(self) -> Mapping[str, object]:
+        """See Telemetry."""
+        return {"exporter": "off", "dropped": 0, "exported": 0, "export_failed": 0}
+
+    def stop(self) -> None:
+        """See Telemetry."""
+
+
+class ExporterLink:
+    """A ring for the engine, a channel for the API, and the exporter process that reads both."""
+
+    def __init__(self, options: RuntimeOptions) -> None:
+        self._ring = Ring.create(options.ring_slots)
+        near, self._far = open_channel()
+        self._sender = TelemetrySender(near)
+        self._anchor = take_anchor()
+        self._resource = resource_of(options, self._anchor)
+        self.ring_name: str | None = self._ring.name
+        self._running = self._stopping = False
+
+    def start(self) -> None:
+        """See Telemetry."""
+        self._process = spawn_exporter(self._ring.name, self._far, self._anchor, self._resource)
+        self._running = True
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._ended)
+
+    def send(self, record: RequestRecord | EngineRecord) -> None:
+        """See Telemetry."""
+        self._sender.send(record)
+
+    def report(self) -> Mapping[str, object]:
+        """See Telemetry."""
+        counts = self._ring.counts()
+        return {
+            "exporter": "running" if self._running else "ended",
+            "dropped": counts.dropped + self._sender.dropped,
+            "exported": counts.exported,
+            "export_failed": counts.export_failed,
+        }
+
+    def stop(self) -> None:
+        """See Telemetry."""
+        self._stopping = True
+        self._sender.close()
+        end(self._process, FLUSH_S)
+        self._ring.close()
+
+    def _ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._running = False
+        if not self._stopping:
+            print("perfledger: the exporter ended: serving goes on unrecorded", file=sys.stderr)
+
+
+def resource_of(options: RuntimeOptions, anchor: ClockAnchor) -> dict[str, str | int]:
+    """Return the resource attributes of all telemetry of one runtime."""
+    resource: dict[str, str | int] = {
+        "service.name": options.service_name,
+        "service.instance.id": str(uuid.uuid4()),
+        "perfledger.clock.boot_id": anchor.boot_id,
+        "perfledger.clock.monotonic_ns": anchor.monotonic_ns,
+        "perfledger.clock.wall_ns": anchor.wall_ns,
+    }
+    return resource | ({"perfledger.run.id": options.run_id} if options.run_id else {})
+
+
+def destination(environment: Mapping[str, str]) -> str:
+    """Return where the standard OTEL_* variables send traces, without any credentials."""
+    protocol = environment.get(
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    )
+    default = "http://localhost:4317" if protocol == "grpc" else "http://localhost:4318"
+    endpoint = environment.get(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", default),
+    )
+    scheme, _, rest = endpoint.rpartition("//")
+    return f"OTLP ({protocol}) to {scheme}//{rest.rpartition('@')[2]}"

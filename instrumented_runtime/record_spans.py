@@ -1,0 +1,359 @@
+"""From the engine's records to finished spans: a state machine over plain values, without I/O.
+
+Feed it everything in the order it was written, engine records of a request before the request's
+own record. Times stay monotonic ns. Lost records cost their own spans and nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+from perfledger.instrumented_runtime.batch_members import (
+    BatchMembers,
+    BatchRequest,
+    Member,
+    remember,
+)
+from perfledger.instrumented_runtime.records import (
+    LEAVE_REASONS,
+    WAIT_REASONS,
+    Admit,
+    Chunk,
+    Leave,
+    Preempt,
+    Record,
+    Step,
+)
+from perfledger.instrumented_runtime.ring import Gap
+from perfledger.instrumented_runtime.telemetry import AttributeValue, EngineRecord, RequestRecord
+from perfledger.schema import metrics
+from perfledger.schema.metrics import Metric
+
+Attributes = dict[str, AttributeValue]
+
+
+class SpanLink(NamedTuple):
+    """A request in the batch of a step."""
+
+    trace_id: int
+    span_id: int
+    attributes: Attributes
+
+
+class FinishedSpan(NamedTuple):
+    """A span, whatever carries it. Ids are unsigned; times are monotonic ns."""
+
+    name: str
+    trace_id: int
+    span_id: int
+    parent_span_id: int | None
+    start_ns: int
+    end_ns: int
+    attributes: Attributes
+    links: tuple[SpanLink, ...] = ()
+    server: bool = False
+    error: bool = False
+
+
+class _Left(NamedTuple):
+    """What the root of a request that left the engine still wants to know."""
+
+    at_ns: int
+    reason: str
+    cached_tokens: int | None  # None: never admitted
+
+
+class RecordSpans:
+    """All requests of one engine (one rank of a replica), and its counters and gauges.
+
+    `counts` is keyed by (metric, value of its attribute); `gauges` hold the last step's values.
+    """
+
+    def __init__(self, random: Random, *, replica: str = "0", rank: int = 0) -> None:
+        self.counts: Counter[tuple[Metric, str]] = Counter()
+        self.gauges: dict[Metric, int] = {}
+        self._random = random
+        self._engine_trace_id = random.getrandbits(128) or 1
+        self._engine: Attributes = {"perfledger.replica": replica, "perfledger.rank": rank}
+        self._batch = BatchMembers()
+        self._left: dict[int, _Left] = {}
+        self._missing = 0  # records lost since the last one with a time
+        self._last_ns = 0  # when the last record with a time was written
+        self._gap_end_ns = 0
+        self._handlers: dict[type, Callable[[Any], list[FinishedSpan]]] = {
+            Step: self._step,
+            Admit: self._admit,
+            Chunk: self._chunk,
+            Preempt: self._preempt,
+            Leave: self._leave,
+            Gap: self._gap,
+            RequestRecord: self._finish,
+            EngineRecord: self._ready,
+        }
+
+    def feed(self, record: Record | Gap | RequestRecord | EngineRecord) -> list[FinishedSpan]:
+        """Take the next record and return the spans that it finished."""
+        return self._handlers[type(record)](record)
+
+    def end(self) -> list[FinishedSpan]:
+        """Return what is still open once all processes have ended: the last LEAVEs are lost."""
+        spans = self._bridge_gap(self._last_ns) if self._last_ns else []
+        for request in self._batch:
+            spans += self._close(request, request.last_step_end_ns)
+        return spans
+
+    # --- what the engine wrote ---
+
+    def _admit(self, admit: Admit) -> list[FinishedSpan]:
+        spans = self._bridge_gap(admit.context_end_ns)
+        request = self._batch.named(admit.request)
+        if request is None:
+            request = self._batch.admit(admit)
+            self.counts[metrics.TOKENS, "input"] += admit.prompt_tokens - admit.cached_tokens
+            self.counts[metrics.TOKENS, "cached"] += admit.cached_tokens
+        request.wait(None)
+        waited: Attributes = {"perfledger.reason": WAIT_REASONS[admit.wait_reason]}
+        cached: Attributes = {"gen_ai.usage.cache_read.input_tokens": admit.cached_tokens}
+        start_ns, end_ns = admit.queue_start_ns, admit.queue_end_ns
+        spans.append(self._child(request, "queue", start_ns, end_ns, waited))
+        spans.append(self._child(request, "context", end_ns, admit.context_end_ns, cached))
+        return spans
+
+    def _chunk(self, chunk: Chunk) -> list[FinishedSpan]:
+        if chunk.recompute:
+            self.counts[metrics.RECOMPUTED_TOKENS, ""] += chunk.tokens
+        if request := self._named(chunk.request):
+            request.wait(None)
+            request.chunk = chunk
+        return []
+
+    def _preempt(self, preempt: Preempt) -> list[FinishedSpan]:
+        self.counts[metrics.PREEMPTIONS, ""] += 1
+        if request := self._named(preempt.request):
+            request.wait(preempt.at_ns)
+        return self._bridge_gap(preempt.at_ns)
+
+    def _leave(self, leave: Leave) -> list[FinishedSpan]:
+        spans = self._bridge_gap(leave.at_ns)
+        reason = LEAVE_REASONS[leave.reason]
+        if reason == "out_of_memory":
+            self.counts[metrics.OUT_OF_MEMORY, ""] += 1
+        request = self._batch.leave(leave.request)
+        if request is None or request.ended_ns is None:
+            cached_tokens = request.cached_tokens if request else None
+            remember(self._left, leave.request, _Left(leave.at_ns, reason, cached_tokens))
+        if request is not None:
+            spans += self._close(request, leave.at_ns, reason, leave.output_tokens)
+        return spans
+
+    def _step(self, step: Step) -> list[FinishedSpan]:
+        spans = self._bridge_gap(step.end_ns)
+        for request in self._batch.let_go_ended(step.start_ns):
+            spans += self._close(request, request.last_step_end_ns)
+        members = self._batch.members(step, self._gap_end_ns)
+        spans += self._step_spans(step, members)
+        for member in members:
+            spans += self._part_spans(step, member)
+        self._measure(step, sum(member.samples for member in members))
+        return spans
+
+    def _gap(self, gap: Gap) -> list[FinishedSpan]:
+        self.counts[metrics.TELEMETRY_LOST, "ring"] += gap.dropped
+        self._missing += gap.dropped
+        self._batch.lose_sight()
+        return []
+
+    def _named(self, number: int) -> BatchRequest | None:
+        request = self._batch.named(number)
+        if request is None:
+            self.counts[metrics.TELEMETRY_LOST, "unmatched"] += 1
+        return request
+
+    # --- what the API said ---
+
+    def _ready(self, engine: EngineRecord) -> list[FinishedSpan]:
+        self._engine = {**self._engine, **engine.attributes}
+        return []
+
+    def _finish(self, record: RequestRecord) -> list[FinishedSpan]:
+        request, left = self._batch.peek(record.request), self._left.pop(record.request, None)
+        if request is not None:
+            request.ended_ns = record.end_ns
+        root = FinishedSpan(
+            record.name,
+            record.trace_id,
+            record.span_id,
+            record.parent_span_id,
+            record.start_ns,
+            record.end_ns,
+            self._root_attributes(record, request, left),
+            server=True,
+            error=record.outcome == "error",
+        )
+        self._count_outcome(record.outcome, root.attributes)
+        owner = request or BatchRequest(record.trace_id, record.span_id, 0)
+        spans = [
+            self._child(owner, s.name, s.start_ns, s.end_ns, s.attributes) for s in record.spans
+        ]
+        if record.sent_ns is not None and self._never_admitted(record, request, left):
+            waited: Attributes = {"perfledger.reason": "admission"}
+            end_ns = left.at_ns if left else record.end_ns
+            spans.append(self._child(owner, "queue", record.sent_ns, end_ns, waited))
+        return [root, *spans]
+
+    def _root_attributes(
+        self, record: RequestRecord, request: BatchRequest | None, left: _Left | None
+    ) -> Attributes:
+        attributes = {**record.attributes, "perfledger.status": record.outcome}
+        known = request or left
+        if known is not None and known.cached_tokens is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = known.cached_tokens
+        if record.outcome == "aborted" and left is not None:
+            attributes.setdefault("perfledger.reason", left.reason)
+        return attributes
+
+    def _never_admitted(
+        self, record: RequestRecord, request: BatchRequest | None, left: _Left | None
+    ) -> bool:
+        """Whether it waited until its end. If records were lost meanwhile, its ADMIT may be one."""
+        sure = not self._missing and (record.sent_ns or 0) > self._gap_end_ns
+        admitted = request is not None or (left is not None and left.cached_tokens is not None)
+        return sure and not admitted and record.outcome != "ok"
+
+    def _count_outcome(self, outcome: str, attributes: Attributes) -> None:
+        self.counts[metrics.REQUESTS, outcome] += 1
+        if outcome == "error":
+            self.counts[metrics.ERRORS, str(attributes.get("error.type", "unknown"))] += 1
+        if outcome == "aborted":
+            self.counts[metrics.ABORTS, str(attributes.get("perfledger.reason", "unknown"))] += 1
+
+    # --- spans of a request ---
+
+    def _part_spans(self, step: Step, member: Member) -> list[FinishedSpan]:
+        request = member.request
+        request.last_step_end_ns = step.end_ns
+        spans = []
+        if member.phase != "decode":
+            computed: Attributes = {
+                "perfledger.tokens": member.tokens,
+                "perfledger.step.seq": step.seq,
+            }
+            if member.phase == "recompute":
+                computed["perfledger.reason"] = "preempted"
+            start_ns, end_ns = step.schedule_end_ns, _forward_end_ns(step)
+            spans.append(self._child(request, "prefill", start_ns, end_ns, computed))
+        if member.samples and not request.sampled:
+            request.sampled, request.first_sample_end_ns = True, step.sample_end_ns
+            first: Attributes = {"perfledger.tokens": 1, "perfledger.step.seq": step.seq}
+            start_ns, end_ns = step.sample_start_ns, step.sample_end_ns
+            spans.append(self._child(request, "sample", start_ns, end_ns, first))
+        return spans
+
+    def _close(
+        self, request: BatchRequest, at_ns: int, reason: str = "", output_tokens: int | None = None
+    ) -> list[FinishedSpan]:
+        spans = []
+        since_ns, first_ns = request.waiting_since_ns, request.first_sample_end_ns
+        if since_ns is not None and since_ns < at_ns:
+            waited: Attributes = {"perfledger.reason": "preempted"}
+            spans.append(self._child(request, "queue", since_ns, at_ns, waited))
+        if first_ns is not None and output_tokens != 1:
+            attributes: Attributes = {"perfledger.reason": reason} if reason else {}
+            if output_tokens is not None:
+                attributes["perfledger.tokens"] = output_tokens - 1
+            spans.append(self._child(request, "decode", first_ns, at_ns, attributes))
+        return spans
+
+    def _child(
+        self, of: BatchRequest, name: str, start_ns: int, end_ns: int, attributes: Attributes
+    ) -> FinishedSpan:
+        span_id = self._random.getrandbits(64) or 1
+        return FinishedSpan(name, of.trace_id, span_id, of.span_id, start_ns, end_ns, attributes)
+
+    # --- spans of the engine trace ---
+
+    def _step_spans(self, step: Step, members: list[Member]) -> list[FinishedSpan]:
+        root = self._engine_span(
+            _step_name(step),
+            step.start_ns,
+            step.end_ns,
+            self._engine | _step_attributes(step),
+            links=tuple(_link(member) for member in members),
+        )
+        children = [
+            ("schedule", step.start_ns, step.schedule_end_ns),
+            ("forward", step.schedule_end_ns, _forward_end_ns(step)),
+        ]
+        if step.sample_end_ns > step.sample_start_ns:
+            children.append(("sample", step.sample_start_ns, step.sample_end_ns))
+        return [root] + [
+            self._engine_span(name, start_ns, end_ns, {}, root.span_id)
+            for name, start_ns, end_ns in children
+        ]
+
+    def _bridge_gap(self, now_ns: int) -> list[FinishedSpan]:
+        """Note when this record was written; if records are missing before it, say so in a span."""
+        since_ns, self._last_ns = self._last_ns or now_ns, now_ns
+        if not self._missing:
+            return []
+        lost = self._engine | {"perfledger.dropped": self._missing}
+        self._missing, self._gap_end_ns = 0, now_ns
+        return [self._engine_span("telemetry_dropped", since_ns, now_ns, lost)]
+
+    def _engine_span(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Attributes,
+        parent: int | None = None,
+        links: tuple[SpanLink, ...] = (),
+    ) -> FinishedSpan:
+        trace_id, span_id = self._engine_trace_id, self._random.getrandbits(64) or 1
+        return FinishedSpan(name, trace_id, span_id, parent, start_ns, end_ns, attributes, links)
+
+    def _measure(self, step: Step, sampled: int) -> None:
+        self.counts[metrics.STEPS, ""] += 1
+        self.counts[metrics.ENGINE_CPU, ""] += step.cpu_ns
+        self.counts[metrics.TOKENS, "output"] += sampled
+        self.gauges = {
+            metrics.QUEUE_LENGTH: step.waiting,
+            metrics.BATCH_WIDTH: step.width,
+            metrics.KV_BLOCKS_USED: step.kv_blocks_used,
+            metrics.KV_BLOCKS_TOTAL: step.kv_blocks_total,
+        }
+
+
+def _link(member: Member) -> SpanLink:
+    attributes: Attributes = {
+        "perfledger.phase": member.phase,
+        "perfledger.tokens": member.tokens,
+    }
+    return SpanLink(member.request.trace_id, member.request.span_id, attributes)
+
+
+def _step_name(step: Step) -> str:
+    if step.prefill_tokens and step.decode_tokens:
+        return "mixed_step"
+    return "prefill_step" if step.prefill_tokens else "decode_step"
+
+
+def _step_attributes(step: Step) -> Attributes:
+    return {
+        "perfledger.step.seq": step.seq,
+        "perfledger.step.width": step.width,
+        "perfledger.step.prefill_tokens": step.prefill_tokens,
+        "perfledger.step.decode_tokens": step.decode_tokens,
+        "perfledger.step.waiting": step.waiting,
+        "perfledger.step.kv_blocks_used": step.kv_blocks_used,
+        "perfledger.step.kv_blocks_total": step.kv_blocks_total,
+        "perfledger.step.cpu_ns": step.cpu_ns,
+    }
+
+
+def _forward_end_ns(step: Step) -> int:
+    """Return the end of the model's work: where sampling starts, or the step's end without any."""
+    if step.schedule_end_ns <= step.sample_start_ns <= step.end_ns:
+        return step.sample_start_ns
+    return step.end_ns

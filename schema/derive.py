@@ -1,0 +1,183 @@
+"""Derived tables: engine steps from step spans, requests from their spans and steps. Pure.
+
+The collector writes these rows; `attribute` makes them again from the spans and compares.
+"""
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
+from perfledger.schema.columns import Table
+from perfledger.schema.intervals import Ints
+from perfledger.schema.partition import KIND, partition
+from perfledger.schema.request_traces import (
+    OWN_COLUMNS,
+    ROOT_COLUMNS,
+    RequestTraces,
+    gather,
+    is_own_span,
+    is_request_root,
+)
+from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
+from perfledger.schema.tables import REQUESTS, STEPS
+from perfledger.schema.token_times import NEVER, TokenTimes, token_times
+
+STATUSES = ("ok", "error", "refused", "aborted")
+_STEP_COUNTS = {
+    "perfledger.step.width": "width",
+    "perfledger.step.prefill_tokens": "prefill_tokens",
+    "perfledger.step.decode_tokens": "decode_tokens",
+    "perfledger.step.waiting": "waiting",
+    "perfledger.step.kv_blocks_used": "kv_blocks_used",
+    "perfledger.step.kv_blocks_total": "kv_blocks_total",
+    "perfledger.step.cpu_ns": "cpu_ns",
+}
+_IDS = ("trace_id", "span_id")
+
+
+def step_rows(spans: pl.DataFrame, received_ns: int) -> pl.DataFrame:
+    """Return the `steps` rows of the step spans among `spans` (columns of SPANS).
+
+    The children `schedule` and `sample` give the inner stamps; without a `schedule` child the step
+    starts at its span's start. Duplicates give one row. Times are wall ns.
+    """
+    steps = spans.filter(pl.col("name").is_in(list(STEP_NAMES)))
+    steps = steps.sort("end_ns", "start_ns", "name", descending=[True, False, False])
+    steps = steps.unique(_IDS, keep="first", maintain_order=True)
+    ids = steps.select(_IDS)
+    children = spans.select("trace_id", "parent_span_id", "name", "start_ns", "end_ns").join(
+        ids, left_on=["trace_id", "parent_span_id"], right_on=_IDS
+    )
+    rows = steps
+    for name in ("schedule", "sample"):
+        rows = rows.join(_child(children, name), on=_IDS, how="left")
+    rows = rows.join(_counts(steps), on=_IDS, how="left")
+    rows = rows.with_columns(
+        start_ns=pl.coalesce("schedule_start_ns", "start_ns"),
+        schedule_end_ns=pl.coalesce("schedule_end_ns", "start_ns"),
+        kind=pl.col("name"),
+        replica=pl.coalesce("replica", "service_instance_id", "service_name", pl.lit("")),
+        rank=pl.col("rank").fill_null(0),
+        step_seq=pl.col("step_seq").fill_null(0),
+        members=pl.col("links").list.eval(
+            pl.struct(pl.element().struct.field("trace_id", "span_id", "phase", "tokens"))
+        ),
+        received_ns=pl.lit(received_ns),
+    )
+    return _as_declared(rows, STEPS)
+
+
+def _child(children: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the stamps of one child of each step, as `NAME_start_ns` and `NAME_end_ns`."""
+    named = children.filter(pl.col("name") == name)
+    return named.group_by("trace_id", pl.col("parent_span_id").alias("span_id")).agg(
+        pl.col("start_ns").min().alias(f"{name}_start_ns"),
+        pl.col("end_ns").max().alias(f"{name}_end_ns"),
+    )
+
+
+def _counts(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the counts that steps carry as attributes, one column each, null where not told."""
+    pairs = steps.select(*_IDS, "attributes").explode("attributes").unnest("attributes")
+    pairs = pairs.filter(pl.col("key").is_in(list(_STEP_COUNTS)))
+    return pairs.group_by(_IDS).agg(
+        pl.col("int").filter(pl.col("key") == key).first().alias(column)
+        for key, column in _STEP_COUNTS.items()
+    )
+
+
+def request_rows(
+    spans: pl.DataFrame, steps: pl.DataFrame, *, received_ns: int, version: int = 1
+) -> pl.DataFrame:
+    """Return the `requests` rows of the server roots among `spans` (columns of SPANS).
+
+    `steps` (columns of STEPS) holds all steps of rank 0 that ran meanwhile, also those without a
+    member of these requests: they explain its host gaps. Times are wall ns.
+    """
+    traces = gather(
+        spans.filter(is_request_root()).select(ROOT_COLUMNS),
+        spans.filter(is_own_span()).select(OWN_COLUMNS),
+        spans.lazy(),
+        steps,
+    )
+    return rows_of(traces, times_of(traces), received_ns=received_ns, version=version)
+
+
+def times_of(traces: RequestTraces) -> TokenTimes:
+    """Return when the requests' tokens were sampled."""
+    own_sample = np.full(len(traces.roots), NEVER)
+    sample = traces.spans.kind == KIND["sample"]
+    np.minimum.at(own_sample, traces.spans.request[sample], traces.spans.end_ns[sample])
+    told = traces.roots["output_tokens"].fill_null(-1).to_numpy()
+    return token_times(own_sample, told, traces.steps, traces.sampling, traces.members)
+
+
+def rows_of(
+    traces: RequestTraces, times: TokenTimes, *, received_ns: int, version: int = 1
+) -> pl.DataFrame:
+    """Return the `requests` rows of gathered traces, in their order."""
+    roots = traces.roots
+    arrival, end = roots["start_ns"].to_numpy(), roots["end_ns"].to_numpy()
+    end = np.maximum(arrival, end)
+    split = partition(arrival, end, traces.spans, traces.steps, traces.members)
+    first = np.clip(times.first_ns, arrival, end) - arrival
+    steps = np.bincount(traces.members.request, minlength=len(roots))
+    longest = pl.Series(STAGE_NAMES).gather(split.stages.argmax(axis=1))
+    rows = roots.with_columns(
+        *_named(STAGE_COLUMNS, split.stages),
+        *_named(SUB_STAGE_COLUMNS, split.sub_stages),
+        arrival_ns=arrival,
+        end_ns=end,
+        e2e_ns=end - arrival,
+        ttft_ns=_known(first, times.first_ns < NEVER),
+        steps=_known(steps, steps > 0),
+        preemptions=_known(traces.waits - 1, traces.waits > 0),
+        longest=longest,
+        replica=_first_replica(traces),
+        token_times_ns=_token_lists(len(roots), times),
+        operation=pl.coalesce(
+            "operation", pl.when(pl.col("name").is_in(list(REQUEST_ROOTS))).then("name")
+        ),
+        status=_status(),
+        version=pl.lit(version),
+        received_ns=pl.lit(received_ns),
+    )
+    return _as_declared(rows, REQUESTS)
+
+
+def _status() -> pl.Expr:
+    told = pl.when(pl.col("outcome").is_in(STATUSES)).then("outcome")
+    failed = pl.when(pl.col("status") == "error").then(pl.lit("error")).otherwise(pl.lit("ok"))
+    return pl.coalesce(told, failed)
+
+
+def _first_replica(traces: RequestTraces) -> pl.Series:
+    first = np.full(len(traces.roots), -1, np.int64)
+    first[traces.members.request[::-1]] = traces.members.step[::-1]  # the last to be set stays
+    rows = pl.Series(first)
+    return traces.replica.gather(rows.set(rows < 0, None))
+
+
+def _token_lists(requests: int, times: TokenTimes) -> pl.Series:
+    """Return one list of token times a request; null where nothing tells of any token."""
+    counts = np.bincount(times.request, minlength=requests)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    lists = pa.LargeListArray.from_arrays(offsets, pa.array(times.time_ns))
+    series = pl.Series(pl.from_arrow(lists))
+    return series.set(pl.Series(counts == 0), None)
+
+
+def _known(values: Ints, known: np.ndarray) -> pl.Series:
+    series = pl.Series(values)
+    return series.set(pl.Series(~known), None)
+
+
+def _named(names: tuple[str, ...], columns: Ints) -> list[pl.Series]:
+    return [pl.Series(name, columns[:, at]) for at, name in enumerate(names)]
+
+
+def _as_declared(rows: pl.DataFrame, table: Table) -> pl.DataFrame:
+    """Select and cast to the declared columns."""
+    empty = pl.DataFrame(table.arrow().empty_table())
+    return rows.select(pl.col(name).cast(kind) for name, kind in empty.schema.items())

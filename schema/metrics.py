@@ -1,0 +1,97 @@
+"""The metrics of our runtime, declared once: the exporter's instruments and docs/metrics.md.
+
+Counters are cumulative since the exporter started. A gauge is the value at the last engine step,
+and is not sent when no step ran since the last time: an idle engine says nothing, not an old value.
+"""
+
+from dataclasses import dataclass
+
+from perfledger.schema.attributes import Attribute
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. `kind` is gauge or counter, `unit` a UCUM unit, `attribute` splits its values."""
+
+    name: str
+    kind: str
+    unit: str
+    meaning: str
+    attribute: str = ""
+
+
+QUEUE_LENGTH = Metric("perfledger.queue.length", "gauge", "{request}", "waiting for admission")
+BATCH_WIDTH = Metric("perfledger.batch.width", "gauge", "{sequence}", "sequences in the batch")
+KV_BLOCKS_USED = Metric("perfledger.kv.blocks.used", "gauge", "{block}", "KV blocks held")
+KV_BLOCKS_TOTAL = Metric("perfledger.kv.blocks.total", "gauge", "{block}", "KV blocks there are")
+STEPS = Metric("perfledger.steps", "counter", "{step}", "engine steps")
+ENGINE_CPU = Metric("perfledger.engine.cpu", "counter", "ns", "CPU time of the engine process")
+TOKENS = Metric(
+    "perfledger.tokens",
+    "counter",
+    "{token}",
+    "prompt tokens admitted (input), found in the prefix cache (cached), sampled (output)",
+    "gen_ai.token.type",
+)
+RECOMPUTED_TOKENS = Metric(
+    "perfledger.tokens.recomputed", "counter", "{token}", "computed again after a preemption"
+)
+PREEMPTIONS = Metric("perfledger.preemptions", "counter", "{preemption}", "requests put back")
+OUT_OF_MEMORY = Metric(
+    "perfledger.out_of_memory", "counter", "{request}", "requests ended because memory ran out"
+)
+REQUESTS = Metric(
+    "perfledger.requests", "counter", "{request}", "finished, by how", "perfledger.status"
+)
+ERRORS = Metric("perfledger.errors", "counter", "{request}", "ended by an error", "error.type")
+ABORTS = Metric("perfledger.aborts", "counter", "{request}", "aborted, by why", "perfledger.reason")
+TELEMETRY_EXPORTED = Metric(
+    "perfledger.telemetry.exported", "counter", "{span}", "spans a collector accepted"
+)
+TELEMETRY_LOST = Metric(
+    "perfledger.telemetry.lost",
+    "counter",
+    "{item}",
+    "lost: engine records to a full ring, request records to a full socket, spans to a "
+    "collector that is slow or away, engine records of a request that is not known (unmatched)",
+    "perfledger.telemetry.where",
+)
+
+METRICS: tuple[Metric, ...] = (
+    QUEUE_LENGTH,
+    BATCH_WIDTH,
+    KV_BLOCKS_USED,
+    KV_BLOCKS_TOTAL,
+    STEPS,
+    ENGINE_CPU,
+    TOKENS,
+    RECOMPUTED_TOKENS,
+    PREEMPTIONS,
+    OUT_OF_MEMORY,
+    REQUESTS,
+    ERRORS,
+    ABORTS,
+    TELEMETRY_EXPORTED,
+    TELEMETRY_LOST,
+)
+
+# Attributes that only metrics carry; the others are declared with the spans'.
+METRIC_ATTRIBUTES: tuple[Attribute, ...] = (
+    Attribute("gen_ai.token.type", "string", "input, cached or output"),
+    Attribute("perfledger.telemetry.where", "string", "ring, socket, export or unmatched"),
+)
+
+
+def reference() -> str:
+    """Return docs/metrics.md."""
+    lines = ["# Metrics", "", "Made from schema/metrics.py.", ""]
+    lines += ["| name | kind | unit | meaning | attribute |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{m.name}` | {m.kind} | {m.unit} | {m.meaning} "
+        f"| {f'`{m.attribute}`' if m.attribute else ''} |"
+        for m in METRICS
+    ]
+    lines += ["", "## Attributes that only metrics carry", "", "| name | type | meaning |"]
+    lines += ["|---|---|---|"]
+    lines += [f"| `{a.name}` | {a.type} | {a.meaning} |" for a in METRIC_ATTRIBUTES]
+    return "\n".join(lines) + "\n"
