@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfledger.collecting import collecting
-from perfledger.collecting import collecting
 from perfledger.instrumented_runtime.load.formats import read_workload
 from perfledger.instrumented_runtime.load.generator import generate
 from perfledger.instrumented_runtime.load.open_loop import run_load

@@ -83,7 +83,10 @@ def _print_workload(summary: "LoadSummary") -> None:
 
 def _say(text: str) -> None:
     indent = " " * (len(text) - len(text.lstrip()) + 2)
-    print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False))
+    lines = textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    print("\n".join(lines))
 
 
 def _factors(scaling: "Scaling") -> str:

@@ -104,7 +104,7 @@ def print_result(result: "RerunResult") -> None:
         f"{result.plan.variable} {low} against {high}, {result.settings.model}, {requests}"
         f" requests a run, {verdict.pairs_used} of {len(result.pairs)} pairs count"
     )
-    columns = ("metric, median of runs", f"at {low}", f"at {high}", "change (95 %)", "p", "MDE")
+    columns = ("metric, median of runs", f"at {low}", f"at {high}", "change, % (95 %)", "p", "MDE")
     print_table(title, columns, [_evidence_row(row) for row in verdict.evidence])
     judged = [row for row in verdict.evidence if row.role != "exploratory"]
     if judged:
@@ -123,7 +123,8 @@ def _said(result: "RerunResult") -> list[tuple[str, str]]:
     if result.hypothesis:
         said.append(("hypothesis", result.hypothesis.claim))
         seen = {True: "seen", False: "not seen", None: "cannot be told"}[result.symptom]
-        said.append(("symptom", f"{seen} at {result.plan.levels[0]}"))
+        at = f"{result.plan.variable} {result.plan.levels[0]}"
+        said.append(("symptom", f"{seen} at {at}"))
     said.append(("decided on", verdict.basis))
     if comparison and comparison.unknown:
         unknown = ", ".join(comparison.unknown)

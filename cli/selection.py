@@ -36,7 +36,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add --run, --service, --from and --to."""
     group = parser.add_argument_group("selection")
-    group.add_argument("--run", default="", metavar="ID", help="one run")
+    group.add_argument("--run", dest="run_id", default="", metavar="ID", help="one run")
     group.add_argument("--service", default="", metavar="NAME", help="one service")
     for flag, meaning in (("--from", "start"), ("--to", "end")):
         group.add_argument(

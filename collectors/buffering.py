@@ -99,4 +99,4 @@ def _size_bytes(rows: pa.Table) -> int:
 
 
 def _rows(parts: list[pa.Table]) -> int:
-    return sum(int(part.num_rows) for part in parts)
+    return int(sum(part.num_rows for part in parts))

@@ -94,6 +94,11 @@ class Settling:
         # Telemetry's time: what ended before it may have been let go.
         self._let_go_ns = -1
 
+    @property
+    def held_spans(self) -> int:
+        """Return how many spans are held."""
+        return len(self._spans)
+
     def add(self, spans: pa.Table, now_ns: int) -> None:
         """Take rows of `spans` that have just arrived."""
         self._arrived.append(_held(_without_bulk(pl.DataFrame(spans)), now_ns))
@@ -131,6 +136,8 @@ class Settling:
         `received_ns` is the wall clock; it stamps the rows.
         """
         self._take_arrived()
+        if self._spans.is_empty():
+            return Settled(STEPS.arrow().empty_table(), REQUESTS.arrow().empty_table())
         age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
         steps = self._settle_steps(now_ns - age_ns, received_ns)
         requests = self._settle_requests(now_ns, received_ns, everything)
@@ -235,14 +242,14 @@ class Settling:
     def _let_go(self, now_ns: int) -> None:
         """Let go what is too old or too much, and remember until when something is missing."""
         oldest_ns = now_ns - int(self.limits.hold_s * _SECOND_NS)
-        kept = self._spans.filter(pl.col("seen_ns") >= oldest_ns).tail(self.limits.max_spans)
-        self._missing(self._spans, len(kept), "spans_let_go")
-        self._spans = kept
-        kept = self._steps.filter(pl.col("seen_ns") >= oldest_ns)
-        while kept.estimated_size() > self.limits.max_step_bytes:
-            kept = kept.tail(len(kept) // 2)
-        self._missing(self._steps, len(kept), "steps_let_go")
-        self._steps = kept
+        spans = _since(self._spans, oldest_ns).tail(self.limits.max_spans)
+        self._note_gone(self._spans, len(spans), "spans_let_go")
+        self._spans = spans
+        steps = _since(self._steps, oldest_ns)
+        while steps.estimated_size() > self.limits.max_step_bytes:
+            steps = steps.tail(len(steps) // 2)
+        self._note_gone(self._steps, len(steps), "steps_let_go")
+        self._steps = steps
         self._forget_requests_before(oldest_ns - self._checks_ns[-1])
 
     def _forget_requests_before(self, oldest_ns: int) -> None:
@@ -253,12 +260,14 @@ class Settling:
             del self._requests[key]
             self._pending.pop(key, None)
 
-    def _missing(self, held: pl.DataFrame, kept: int, count: str) -> None:
+    def _note_gone(self, held: pl.DataFrame, kept: int, count: str) -> None:
+        if kept == len(held):
+            return
         gone = held.head(len(held) - kept)
         self.counts[count] += len(gone)
         # A nonsense end far in the future must not hide every request from now on.
         end_ns = gone.select(pl.min_horizontal("end_ns", "received_ns").max()).item()
-        self._let_go_ns = max(self._let_go_ns, -1 if end_ns is None else end_ns)
+        self._let_go_ns = max(self._let_go_ns, end_ns)
 
 
 def _owners(spans: pl.DataFrame) -> Ints:
@@ -278,6 +287,13 @@ def _owners(spans: pl.DataFrame) -> Ints:
 
 def _held(rows: pl.DataFrame, seen_ns: int) -> pl.DataFrame:
     return rows.with_columns(seen_ns=pl.lit(seen_ns, dtype=pl.Int64))
+
+
+def _since(held: pl.DataFrame, oldest_ns: int) -> pl.DataFrame:
+    """Return the rows seen at or after a time; rows are held in the order in which they came."""
+    if held.is_empty() or held["seen_ns"][0] >= oldest_ns:
+        return held
+    return held.filter(pl.col("seen_ns") >= oldest_ns)
 
 
 def _without_bulk(spans: pl.DataFrame) -> pl.DataFrame:
@@ -304,4 +320,6 @@ def _empty(table: Table) -> pl.DataFrame:
 
 
 def _as_table(rows: pl.DataFrame, table: Table) -> pa.Table:
+    if rows.is_empty():
+        return table.arrow().empty_table()
     return rows.select(table.names()).to_arrow().cast(table.arrow())

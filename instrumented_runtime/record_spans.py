@@ -32,6 +32,8 @@ from perfledger.schema.metrics import Metric
 
 Attributes = dict[str, AttributeValue]
 
+_DECODE: Attributes = {"perfledger.phase": "decode", "perfledger.tokens": 1}
+
 
 class SpanLink(NamedTuple):
     """A request in the batch of a step."""
@@ -326,10 +328,9 @@ class RecordSpans:
 
 
 def _link(member: Member) -> SpanLink:
-    attributes: Attributes = {
-        "perfledger.phase": member.phase,
-        "perfledger.tokens": member.tokens,
-    }
+    attributes = _DECODE
+    if member.phase != "decode":
+        attributes = {"perfledger.phase": member.phase, "perfledger.tokens": member.tokens}
     return SpanLink(member.request.trace_id, member.request.span_id, attributes)
 
 

@@ -14,6 +14,7 @@ from perfledger.schema.partition import KIND, partition
 from perfledger.schema.request_traces import (
     OWN_COLUMNS,
     ROOT_COLUMNS,
+    STEP_COLUMNS,
     RequestTraces,
     gather,
     is_own_span,
@@ -99,7 +100,8 @@ def request_rows(
         spans.filter(is_request_root()).select(ROOT_COLUMNS),
         spans.filter(is_own_span()).select(OWN_COLUMNS),
         spans.lazy(),
-        steps,
+        steps.select(STEP_COLUMNS),
+        [steps["members"].rechunk().to_arrow()],
     )
     return rows_of(traces, times_of(traces), received_ns=received_ns, version=version)
 

@@ -4,10 +4,13 @@ A request is a server span of an LLM operation, keyed by (trace id, span id): on
 many. A span belongs to the nearest request above it. Everything becomes columns of integers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from perfledger.schema.attributes import REQUEST_ROOTS
@@ -36,12 +39,15 @@ OWN_COLUMNS: tuple[str, ...] = (
 )
 STEP_COLUMNS: tuple[str, ...] = (
     *("run_id", "service_name", "replica", "rank", "trace_id", "span_id", "kind", "start_ns"),
-    *("schedule_end_ns", "sample_start_ns", "sample_end_ns", "end_ns", "members"),
+    *("schedule_end_ns", "sample_start_ns", "sample_end_ns", "end_ns"),
 )
 OWN_NAMES: tuple[str, ...] = tuple(name for name in KIND if name != "held_back")
 
+_IDS = ["trace_id", "span_id"]
+_PHASES = {"recompute": RECOMPUTE, "prefill": PREFILL}
+_UNTOLD = 0
+_NO_MEMBERS = Members(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int8))
 _DEEPEST = 64  # spans between a span and its request; a cycle ends there
-_STEPS_AT_ONCE = 32_768  # bounds the memory for ids of members
 _ENGINE = ("service_name", "run_id", "replica", "trace_id")
 
 
@@ -71,22 +77,26 @@ def is_own_span() -> pl.Expr:
 
 
 def gather(
-    roots: pl.DataFrame, own: pl.DataFrame, parents: pl.LazyFrame, steps: pl.DataFrame
+    roots: pl.DataFrame,
+    own: pl.DataFrame,
+    parents: pl.LazyFrame,
+    steps: pl.DataFrame,
+    members: Iterable[pa.Array],
 ) -> RequestTraces:
     """Join spans and steps to their requests.
 
     `roots` holds spans that satisfy `is_request_root` (ROOT_COLUMNS), `own` those that satisfy
     `is_own_span` (OWN_COLUMNS), of any trace; `parents` is asked for (trace_id, span_id,
-    parent_span_id) only where a span is nested deeper than one level; `steps` has STEP_COLUMNS.
-    Duplicates are harmless. Of two roots with one id the one that ends last counts.
+    parent_span_id) only where a span is nested deeper than one level; `steps` has STEP_COLUMNS
+    and `members` the lists of its rows, in one array or several. Duplicates are harmless. Of two
+    roots with one id the one that ends last counts.
     """
     newest = roots.sort("end_ns", "start_ns", "name", descending=[True, False, False])
-    roots = newest.unique(["trace_id", "span_id"], keep="first", maintain_order=True)
-    roots = roots.sort("trace_id", "span_id")
+    roots = newest.unique(_IDS, keep="first", maintain_order=True).sort(_IDS)
     index = SpanIndex(SpanIds.of(roots["trace_id"], roots["span_id"]))
     owner = _owners(index, roots, own, parents)
     spans, waits = _own_spans(len(roots), own, owner)
-    steps = _first_rank(steps)
+    row, steps = _first_rank(steps)
     engine_steps = _engine_steps(steps)
     return RequestTraces(
         roots,
@@ -94,7 +104,7 @@ def gather(
         engine_steps,
         (steps["sample_start_ns"].is_not_null() & steps["sample_end_ns"].is_not_null()).to_numpy(),
         steps["replica"],
-        once_per_step(_members(index, steps), engine_steps),
+        once_per_step(_members(index, members, row, steps), engine_steps),
         waits,
     )
 
@@ -159,13 +169,18 @@ def _own_spans(requests: int, own: pl.DataFrame, owner: Ints) -> tuple[OwnSpans,
     return spans, waits
 
 
-def _first_rank(steps: pl.DataFrame) -> pl.DataFrame:
-    """Keep each step of rank 0 once."""
-    steps = steps.filter(pl.col("rank").fill_null(0) == 0)
-    if steps.select("trace_id", "span_id").n_unique() == len(steps):
-        return steps  # spares a copy of all members
-    newest = steps.sort("end_ns", "start_ns", "schedule_end_ns", descending=[True, False, False])
-    return newest.unique(["trace_id", "span_id"], keep="first")
+def _first_rank(steps: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
+    """Return each step of rank 0 once, and where each of the given rows is in it (-1: nowhere)."""
+    numbered = steps.with_row_index("given").filter(pl.col("rank").fill_null(0) == 0)
+    newest = numbered.sort("end_ns", "start_ns", "schedule_end_ns", descending=[True, False, False])
+    kept = newest.unique(_IDS, keep="first", maintain_order=True)
+    row = np.full(len(steps), -1, np.int64)
+    row[kept["given"].to_numpy()] = np.arange(len(kept))
+    if len(kept) < len(numbered):
+        index = SpanIndex(SpanIds.of(kept["trace_id"], kept["span_id"]))
+        row = index.find(SpanIds.of(steps["trace_id"], steps["span_id"]))
+        row[(steps["rank"].fill_null(0) != 0).to_numpy()] = -1
+    return row, kept
 
 
 def _engine_steps(steps: pl.DataFrame) -> EngineSteps:
@@ -182,30 +197,56 @@ def _engine_steps(steps: pl.DataFrame) -> EngineSteps:
     return EngineSteps(engine.to_numpy(), *(column.to_numpy() for column in times))
 
 
-def _members(index: SpanIndex, steps: pl.DataFrame) -> Members:
+def _members(
+    index: SpanIndex, members: Iterable[pa.Array], row: Ints, steps: pl.DataFrame
+) -> Members:
     """Return who was in which step; members of unknown requests are left out."""
-    request, step, phase = [], [], []
-    for first, part in enumerate(steps.iter_slices(_STEPS_AT_ONCE)):
-        sizes = part["members"].list.len().fill_null(0).to_numpy()
-        rows = np.repeat(np.arange(len(part)), sizes)
-        members = part["members"].filter(pl.Series(sizes > 0)).explode().struct.unnest()
-        found = index.find(SpanIds.of(members["trace_id"], members["span_id"]))
-        known = np.flatnonzero(found >= 0)
-        request.append(found[known])
-        step.append(rows[known] + first * _STEPS_AT_ONCE)
-        prefills = (part["kind"] == "prefill_step").to_numpy()[rows]
-        phase.append(_phases(members["phase"], prefills)[known])
-    empty = np.empty(0, np.int64)
+    prefills = np.append((steps["kind"] == "prefill_step").to_numpy(), False)  # row -1: nowhere
+    parts, first = [_NO_MEMBERS], 0
+    for lists in members:
+        step = np.repeat(row[first : first + len(lists)], pc.list_value_length(lists).fill_null(0))
+        first += len(lists)
+        values = lists.flatten()
+        found = _find(index, values.field("trace_id"), values.field("span_id"))
+        known = np.flatnonzero((found >= 0) & (step >= 0))
+        phase = _phases(values.field("phase"), prefills, step)
+        parts.append(Members(found[known], step[known], phase[known]))
     return Members(
-        np.concatenate([empty, *request]),
-        np.concatenate([empty, *step]),
-        np.concatenate([empty.astype(np.int8), *phase]),
+        np.concatenate([part.request for part in parts]),
+        np.concatenate([part.step for part in parts]),
+        np.concatenate([part.phase for part in parts]),
     )
 
 
-def _phases(phase: pl.Series, in_prefill_step: NDArray[np.bool_]) -> NDArray[np.int8]:
+def _find(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
+    """Look ids up once for each different one: a request is in many steps."""
+    trace_code, traces = _encoded(trace_id)
+    span_code, spans = _encoded(span_id)
+    trace_of = np.zeros(len(spans), np.int64)
+    trace_of[span_code] = trace_code
+    if (trace_of[span_code] != trace_code).any():  # one span id in several traces
+        pairs, span_code = np.unique(trace_code * len(spans) + span_code, return_inverse=True)
+        trace_of, span_of = np.divmod(pairs, len(spans))
+        spans = spans.gather(span_of)
+    return index.find(SpanIds.of(traces.gather(trace_of), spans))[span_code]
+
+
+def _encoded(values: pa.Array) -> tuple[Ints, pl.Series]:
+    """Return a code for each value, and the values by code (one of them null)."""
+    if not pa.types.is_dictionary(values.type):
+        values = values.dictionary_encode()
+    words = pl.Series(values.dictionary, dtype=pl.Binary)
+    codes = values.indices.fill_null(len(words)).to_numpy().astype(np.int64)
+    return codes, words.append(pl.Series([None], dtype=pl.Binary))
+
+
+def _phases(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> NDArray[np.int8]:
     """Number the phases; where a link does not tell, the kind of the step does."""
-    prefill = (phase == "prefill").fill_null(False).to_numpy()
-    prefill |= phase.is_null().to_numpy() & in_prefill_step
-    recompute = (phase == "recompute").fill_null(False).to_numpy()
-    return np.where(recompute, RECOMPUTE, np.where(prefill, PREFILL, DECODE)).astype(np.int8)
+    if not pa.types.is_dictionary(phase.type):
+        phase = phase.dictionary_encode()
+    numbers = [_PHASES.get(name, DECODE) for name in phase.dictionary.to_pylist()]
+    codes = phase.indices.fill_null(len(numbers)).to_numpy()
+    number = np.array([*numbers, _UNTOLD], np.int8)[codes]
+    untold = number == _UNTOLD
+    number[untold] = np.where(prefills[step[untold]], PREFILL, DECODE)
+    return number

@@ -9,7 +9,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -25,7 +25,9 @@ DEFAULT_STORE = "./perfledger-data"
 DEFAULT_NAMESPACE = "default"
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 # Delta packing beats dictionaries on these; the others compress best with one (measured).
-_DELTA_COLUMNS = frozenset({"start_ns", "end_ns", "time_ns", "received_ns", "step_seq"})
+_DELTA_COLUMNS = frozenset(
+    {"start_ns", "end_ns", "time_ns", "received_ns", "step_seq", "token_times_ns"}
+)
 
 
 class Store:
@@ -133,7 +135,8 @@ def id_conflicts(spans: pl.LazyFrame) -> pl.LazyFrame:
 
 def _write_durably(path: Path, rows: pa.Table, table: Table) -> None:
     """Write, sync, rename, sync the folder: a crash leaves a whole file or none."""
-    names = table.names()
+    leaves = [leaf for field in table.arrow() for leaf in _leaves(field)]
+    packed = {leaf for leaf in leaves if not _DELTA_COLUMNS.isdisjoint(leaf.split("."))}
     scratch = path.with_suffix(".writing")
     with open(scratch, "wb") as sink:
         pq.write_table(
@@ -141,8 +144,8 @@ def _write_durably(path: Path, rows: pa.Table, table: Table) -> None:
             sink,
             compression="zstd",
             compression_level=1,
-            use_dictionary=[n for n in names if n not in _DELTA_COLUMNS],
-            column_encoding=_encodings(names),
+            use_dictionary=[leaf for leaf in leaves if leaf not in packed],
+            column_encoding=dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
             row_group_size=65_536,
         )
         sink.flush()
@@ -155,5 +158,13 @@ def _write_durably(path: Path, rows: pa.Table, table: Table) -> None:
         os.close(folder)
 
 
-def _encodings(names: list[str]) -> Mapping[str, str]:
-    return {name: "DELTA_BINARY_PACKED" for name in names if name in _DELTA_COLUMNS}
+def _leaves(field: pa.Field) -> Iterator[str]:
+    """Yield Parquet's paths of the values in a column; a nested one has several."""
+    kind = field.type
+    if pa.types.is_list(kind):
+        element = kind.value_field.with_name("element")
+        yield from (f"{field.name}.list.{leaf}" for leaf in _leaves(element))
+    elif pa.types.is_struct(kind):
+        yield from (f"{field.name}.{leaf}" for child in kind for leaf in _leaves(child))
+    else:
+        yield field.name

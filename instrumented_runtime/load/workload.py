@@ -98,9 +98,8 @@ def scale(workload: Workload, scaling: Scaling, seed: int = 0) -> Workload:
             arrivals = _spread(arrivals, grid_ns, seed)
             notes.append(f"arrivals of the trace lie on {grid}; spread over it")
         else:
-            notes.append(
-                f"arrivals of the trace lie on {grid}, so they come in bursts (spread-grid spreads them)"
-            )
+            advice = "so they come in bursts (spread-grid spreads them)"
+            notes.append(f"arrivals of the trace lie on {grid}, {advice}")
     block = workload.block_tokens
     if block:
         block = max(1, round(block * scaling.input_scale))

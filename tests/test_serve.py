@@ -1,0 +1,303 @@
+"""`perfledger serve` as a process: how it starts, what it survives, and how it ends."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from perfledger.cli import build_parser
+from perfledger.instrumented_runtime.exporter_link import destination
+from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.serve_command import is_loopback, memory_bytes, options_of
+
+PROMPT = {"prompt": "The licence", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+
+
+def options(*flags: str) -> RuntimeOptions:
+    return options_of(build_parser().parse_args(["serve", *flags]))
+
+
+def test_without_flags_the_options_are_the_defaults() -> None:
+    assert options() == RuntimeOptions()
+
+
+def test_every_flag_sets_its_option() -> None:
+    text = (
+        "--model smollm2 --host 127.0.0.2 --port 0 --device cuda:1 --dtype bfloat16 --threads 2"
+        " --max-num-seqs 8 --max-num-batched-tokens 64 --block-size 32 --kv-memory 1GiB"
+        " --max-model-len 512 --run-id r1 --service-name s --no-telemetry --allow-faults"
+    )
+    assert options(*text.split()) == RuntimeOptions(
+        model="smollm2",
+        host="127.0.0.2",
+        port=0,
+        device="cuda:1",
+        dtype="bfloat16",
+        threads=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        block_size=32,
+        kv_memory_bytes=1024**3,
+        max_model_len=512,
+        run_id="r1",
+        service_name="s",
+        telemetry=False,
+        allow_faults=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("1048576", 1048576), ("512MiB", 512 * 1024**2), ("2G", 2 * 1024**3), ("3 kb", 3072)],
+)
+def test_memory_sizes(text: str, bytes_: int) -> None:
+    assert memory_bytes(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5GiB", "many", "5X", "1e9"])
+def test_bad_memory_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size like 512MiB"):
+        memory_bytes(text)
+
+
+def test_loopback() -> None:
+    hosts = ("127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "::", "10.0.0.1", "host")
+    assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4
+
+
+def test_the_destination_follows_the_standard_variables_without_credentials() -> None:
+    assert destination({}) == "OTLP (grpc) to http://localhost:4317"
+    environment = {
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://me:secret@host:1/x",
+    }
+    assert destination(environment) == "OTLP (http/protobuf) to https://host:1/x"
+
+
+def refused(*flags: str) -> str:
+    """Run `perfledger serve` to its end; return what it says on stderr, with exit code 2."""
+    command = [sys.executable, "-P", "-m", "perfledger", "serve", "--port", "0", *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2, ran
+    return ran.stderr
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert refused("--model", "reference-small", "--port", port) == (
+            f"perfledger: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+            "  try: another --port, or end the process that has it (ss -ltnp shows it)\n"
+        )
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    assert f"perfledger: {tmp_path}/none is not a folder" in refused("--model", f"{tmp_path}/none")
+
+
+def test_listening_beyond_this_host_needs_a_key() -> None:
+    assert refused("--host", "0.0.0.0") == (
+        "perfledger: --host 0.0.0.0 is reachable from outside and has no API key\n"
+        "  try: set PERFLEDGER_API_KEY, or say --insecure\n"
+    )
+
+
+def test_options_that_never_work_are_refused() -> None:
+    flags = ("--max-num-batched-tokens", "4", "--max-num-seqs", "8")
+    assert "max_num_batched_tokens is 4, but each of 8 sequences" in refused(*flags)
+
+
+def family(process: Any) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def child(runtime: Any, number: int) -> psutil.Process:
+    """Return the exporter (0) or the engine (1): in the order in which they are started."""
+    spawned = [one for one in family(runtime.process) if "spawn_main" in " ".join(one.cmdline())]
+    return sorted(spawned, key=lambda one: one.create_time())[number]
+
+
+def wait_for(ready: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def health(runtime: Any) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"{runtime.url}/health", timeout=10) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def start_stream(runtime: Any, **more: object) -> socket.socket:
+    """Start a long streamed answer and read its first chunk."""
+    content = json.dumps({**PROMPT, "stream": True, **more}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(
+        ("127.0.0.1", int(runtime.url.rsplit(":", 1)[1])), timeout=60
+    )
+    connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+    received = b""
+    while b'"text":' not in received:
+        received += connection.recv(65536)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> str:
+    received = b""
+    with connection:
+        while piece := connection.recv(65536):
+            received += piece
+    return received.decode()
+
+
+def complete(runtime: Any) -> int:
+    request = urllib.request.Request(
+        f"{runtime.url}/v1/completions",
+        json.dumps({**PROMPT, "max_tokens": 3}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not [one for one in processes if one.is_running() and one.status() != "zombie"]
+
+
+SHUTDOWN_EVENT = (
+    'data: {"error":{"message":"the server is stopping","type":"server_error","param":null,'
+    '"code":"shutdown"}}\n\n'
+)
+
+
+def test_it_says_what_runs_and_ends_clean_in_the_middle_of_an_answer(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    with start_runtime(tmp_path, "--no-telemetry", "--max-num-seqs", "2") as runtime:
+        assert [line.split()[0] for line in runtime.log.read_text().splitlines()] == [
+            "loading",
+            "model",
+            "engine",
+            "attention",
+            "KV",
+            "telemetry",
+            "API",
+        ]
+        assert f"API        {runtime.url}/v1\n" in runtime.log.read_text()
+        children = family(runtime.process)
+        stream = start_stream(runtime, max_tokens=4000)
+        runtime.process.send_signal(signal.SIGTERM)
+        assert SHUTDOWN_EVENT in rest_of(stream)
+        assert runtime.process.wait(30) == 0
+        wait_for(lambda: gone(children))
+        assert runtime.log.read_text().splitlines()[-2:] == ["stopping", "stopped"]
+
+
+def test_ctrl_c_to_the_whole_process_group_ends_it_clean(tmp_path: Path) -> None:
+    """As a terminal does it; a second Ctrl-C waits for nobody."""
+    log = (tmp_path / "log").open("wb")
+    command = [sys.executable, "-P", "-m", "perfledger", "serve", "--model", "reference-small"]
+    command += ["--port", "0", "--threads", "1", "--no-telemetry"]
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    text = lambda: (tmp_path / "log").read_text()  # noqa: E731
+    try:
+        wait_for(lambda: "API        " in text(), 120)
+        children = family(process)
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == 0, text()
+        wait_for(lambda: gone(children))
+        assert text().splitlines()[-2:] == ["stopping", "stopped"]
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "perfledger", "serve", "--model", "reference-small"]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--no-telemetry"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_for(lambda: len(family(process)) == 2)  # the engine and multiprocessing's tracker
+        children = family(process)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out = process.communicate(timeout=30)[0].decode()
+        assert (process.returncode, out.splitlines()[-2:]) == (0, ["stopping", "stopped"])
+        wait_for(lambda: gone(children))
+    finally:
+        process.kill()
+
+
+def test_no_child_outlives_a_killed_parent(tmp_path: Path, start_runtime: Any) -> None:
+    with start_runtime(tmp_path, OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none") as it:
+        children = family(it.process)
+        assert len(children) == 3
+        with start_stream(it):
+            it.process.kill()
+            it.process.wait()
+        wait_for(lambda: gone(children))
+
+
+def test_a_dead_engine_fails_requests_and_health_says_so(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    with start_runtime(tmp_path, "--no-telemetry") as runtime:
+        stream = start_stream(runtime)
+        child(runtime, 0).kill()
+        assert rest_of(stream).endswith(
+            'data: {"error":{"message":"the engine process ended","type":"server_error",'
+            '"param":null,"code":"error"}}\n\n\r\n0\r\n\r\n'
+        )
+        status, report = health(runtime)
+        assert (status, report["status"], report["detail"]) == (
+            503,
+            "failed",
+            "the engine process ended",
+        )
+        assert complete(runtime) == 503
+        runtime.process.send_signal(signal.SIGTERM)
+        assert runtime.process.wait(30) == 1
+        assert "perfledger: the engine process ended (exit code -9)" in runtime.log.read_text()
+
+
+def test_a_dead_exporter_stops_nothing_and_its_loss_is_counted(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    with start_runtime(tmp_path, OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none") as it:
+        child(it, 0).kill()
+        wait_for(lambda: health(it)[1]["telemetry"]["exporter"] == "ended")
+        assert [complete(it), complete(it)] == [200, 200]
+        status, report = health(it)
+        assert (status, report["telemetry"]["dropped"]) == (200, 2)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(30) == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    command = [sys.executable, "-P", "-m", "perfledger", "serve", "--model", "reference-small"]
+    command += ["--port", "0", "--no-telemetry", "--kv-memory", "1KiB"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, "the KV memory holds no block" in ran.stderr) == (1, True)
