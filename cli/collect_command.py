@@ -1,18 +1,18 @@
 """`perfledger collect`: receive OTLP, keep Parquet."""
 
 import argparse
-import ipaddress
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from perfledger.collectors.address import Address
 from perfledger.output import print_table
 from perfledger.schema.errors import UsageError
 from perfledger.selection import add_store
+from perfledger.serve_command import is_loopback
 
 if TYPE_CHECKING:
     from perfledger.collectors.collecting import Collector
-    from perfledger.collectors.serving import Address
 
 EXAMPLES = """\
 examples:
@@ -25,6 +25,9 @@ bodies and other content are removed before anything is kept. An acknowledged sp
 about a second later; SIGTERM and Ctrl-C write everything and end with 0."""
 
 _STATUS_EVERY_S = 2.0
+_LONGEST_SETTLE_S = 120
+_SIGNAL_TABLES = ("spans", "points", "logs")
+_DERIVED_TABLES = ("steps", "requests")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,17 +78,17 @@ def run(args: argparse.Namespace) -> int:
     """Collect until SIGTERM or SIGINT; raises UsageError on what cannot be listened on."""
     import asyncio
 
-    if args.settle <= 0 or args.buffer_mib <= 0:
-        raise UsageError("--settle and --buffer-mib must be more than 0")
+    if not 0 < args.settle <= _LONGEST_SETTLE_S:
+        raise UsageError(f"--settle must be more than 0 and at most {_LONGEST_SETTLE_S} seconds")
+    if args.buffer_mib <= 0:
+        raise UsageError("--buffer-mib must be more than 0")
     grpc_address = _address(args.otlp_grpc, "--otlp-grpc", args.insecure)
     http_address = _address(args.otlp_http, "--otlp-http", args.insecure)
     asyncio.run(_collect(args, grpc_address, http_address))
     return 0
 
 
-async def _collect(
-    args: argparse.Namespace, grpc_address: "Address", http_address: "Address"
-) -> None:
+async def _collect(args: argparse.Namespace, grpc_address: Address, http_address: Address) -> None:
     import asyncio
     import signal
 
@@ -96,24 +99,25 @@ async def _collect(
 
     store = Store.at(args.store, args.namespace)
     store.prepare()
-    limits = CollectLimits(
-        buffer_bytes=args.buffer_mib * 2**20, settle=SettleLimits(settle_s=args.settle)
-    )
+    settle = SettleLimits(settle_s=args.settle, window_s=max(60.0, 4 * args.settle))
+    limits = CollectLimits(buffer_bytes=args.buffer_mib * 2**20, settle=settle)
     collector = Collector(store, limits)
-    stop = asyncio.Event()
+    stop, has_started = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def started(grpc: "Address", http: "Address") -> None:
+    def started(grpc: Address, http: Address) -> None:
         print(f"collecting into {store.root}, namespace {store.namespace}")
         print(f"  OTLP over gRPC on {grpc}, over HTTP on http://{http}", flush=True)
+        has_started.set()
 
     status = asyncio.create_task(_show_status(collector))
     try:
         await serve(collector, grpc_address, http_address, limits.request_bytes, stop, started)
     finally:
         status.cancel()
-        _print_counts(collector.counts())
+        if has_started.is_set():
+            _print_counts(collector.counts())
 
 
 async def _show_status(collector: "Collector") -> None:
@@ -143,29 +147,13 @@ def _print_counts(counts: Counter[str]) -> None:
         print(f"{name.replace('_', ' ')}: {counts[name]:,}")
 
 
-_SIGNAL_TABLES = ("spans", "points", "logs")
-_DERIVED_TABLES = ("steps", "requests")
-
-
-def _address(text: str, flag: str, insecure: bool) -> "Address":
+def _address(text: str, flag: str, insecure: bool) -> Address:
     """Parse HOST:PORT. Raises UsageError where it is none, or is wider than loopback."""
-    from perfledger.collectors.serving import Address
-
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise UsageError(f"not HOST:PORT: {text!r}", where=flag, fix=f"{flag} 127.0.0.1:4317")
-    if not insecure and not _is_loopback(host):
+    address = Address.parse(text, flag)
+    if not insecure and not is_loopback(address.host):
         raise UsageError(
-            f"{host} can be reached from other hosts, and there is no authentication yet",
+            f"{address.host} can be reached from other hosts, and there is no authentication yet",
             where=flag,
             fix="a loopback address, or --insecure to take telemetry from anyone",
         )
-    return Address(host, int(port))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return address

@@ -50,7 +50,6 @@ class DemoSettings:
     model: str
     requests: int
     workload: Path | None
-    pairs: int
     seed: int = 0
 
 
@@ -72,6 +71,11 @@ class Served:
     run_id: str
     probe: Probe
     load: LoadResult
+
+    @property
+    def measured_from_ns(self) -> int:
+        """Wall time of the schedule's start: probes and warm-up came before."""
+        return self.load.anchor.to_wall_ns(self.load.started_ns)
 
 
 def serve_and_load(

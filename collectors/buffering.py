@@ -95,7 +95,7 @@ class RowBuffer:
 
 
 def _size_bytes(rows: pa.Table) -> int:
-    return int(rows.nbytes) + _OVERHEAD_BYTES * rows.num_columns
+    return int(rows.nbytes + _OVERHEAD_BYTES * rows.num_columns)
 
 
 def _rows(parts: list[pa.Table]) -> int:

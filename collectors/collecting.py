@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pyarrow.parquet as pq
 
@@ -211,16 +212,20 @@ class Collector:
 
 def _resume(settling: Settling, store: Store) -> None:
     """Hand the newest spans of a store, with their steps and requests, to settling."""
-    files = store.files("spans")
-    since_ns, rows = 0, 0
+    since_ns = _recent_since_ns(store.files("spans"), settling.limits)
+    spans, steps, requests = (
+        store.scan(name, since_ns).collect() for name in ("spans", "steps", "requests")
+    )
+    settling.resume(spans, steps, requests, since_ns=since_ns, now_ns=monotonic_ns())
+
+
+def _recent_since_ns(files: list[Path], limits: SettleLimits) -> int:
+    """Return when the oldest file was written that settling would still hold; 0 means all."""
+    rows, since_ns = 0, time.time_ns()
     for path in reversed(files):
         rows += pq.read_metadata(path).num_rows
-        too_old = written_ns(files[-1]) - written_ns(path) > settling.limits.hold_s * 1e9
-        if too_old or rows > settling.limits.max_spans:
-            break
+        age_ns = written_ns(files[-1]) - written_ns(path)
+        if age_ns > limits.hold_s * 1e9 or rows > limits.max_spans:
+            return since_ns
         since_ns = written_ns(path)
-    if since_ns:
-        spans, steps, requests = (
-            store.scan(name, since_ns).collect() for name in ("spans", "steps", "requests")
-        )
-        settling.resume(spans, steps, requests, monotonic_ns())
+    return 0

@@ -2,6 +2,7 @@
 
 import grpc
 
+from perfledger.collectors.address import Address
 from perfledger.collectors.otlp_receiver import Refusal, Sink, cannot_listen, reservation
 from perfledger.collectors.otlp_rows import SIGNALS, Signal
 
@@ -9,7 +10,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def grpc_server(
-    sink: Sink, host: str, port: int, max_request_bytes: int
+    sink: Sink, address: Address, max_request_bytes: int
 ) -> tuple[grpc.aio.Server, int]:
     """Return a server, not yet started, and the port that it is bound to (0 asks for a free one).
 
@@ -24,11 +25,10 @@ def grpc_server(
         ]
     )
     server.add_generic_rpc_handlers([_service(signal, sink) for signal in SIGNALS])
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server, server.add_insecure_port(address)
+        return server, server.add_insecure_port(str(address))
     except RuntimeError as error:
-        raise cannot_listen(address, "--otlp-grpc") from error
+        raise cannot_listen(str(address), "--otlp-grpc") from error
 
 
 def _service(signal: Signal, sink: Sink) -> grpc.GenericRpcHandler:

@@ -4,10 +4,10 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import uvicorn
 
+from perfledger.collectors.address import Address
 from perfledger.collectors.collecting import Collector
 from perfledger.collectors.otlp_grpc import grpc_server
 from perfledger.collectors.otlp_http import http_app
@@ -15,17 +15,6 @@ from perfledger.collectors.otlp_receiver import cannot_listen
 
 # How long requests under way may take to end after the signal to stop.
 _GRACE_S = 3
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where to listen; port 0 takes a free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 async def serve(
@@ -42,7 +31,7 @@ async def serve(
     PerfledgerError where acknowledged rows could not be written in the end.
     """
     listening = _listen(http_address)
-    server, grpc_port = grpc_server(collector, grpc_address.host, grpc_address.port, request_bytes)
+    server, grpc_port = grpc_server(collector, grpc_address, request_bytes)
     web = _WebServer(
         uvicorn.Config(
             http_app(collector, request_bytes),

@@ -104,12 +104,18 @@ class Settling:
         self._arrived.append(_held(_without_bulk(pl.DataFrame(spans)), now_ns))
 
     def resume(
-        self, spans: pl.DataFrame, steps: pl.DataFrame, requests: pl.DataFrame, now_ns: int
+        self,
+        spans: pl.DataFrame,
+        steps: pl.DataFrame,
+        requests: pl.DataFrame,
+        *,
+        since_ns: int,
+        now_ns: int,
     ) -> None:
         """Take what an earlier collector wrote lately, so that this one goes on where it ended.
 
         Rows that are already there are not written again. Requests that had their last check, or
-        that began before what is given here, are taken as finished.
+        that began before `since_ns` (wall), when the tables given here do, are taken as finished.
         """
         if spans.is_empty():
             return
@@ -119,13 +125,9 @@ class Settling:
             _keys(requests), requests["version"], _content(requests), strict=True
         ):
             self._requests[key] = _Request(now_ns, 0, version, content)
-        began_ns, ended_ns = spans.select(
-            pl.min("received_ns"), pl.max("received_ns").alias("last_ns")
-        ).row(0)
-        is_old = (pl.col("received_ns") < ended_ns - self._checks_ns[-1]) | (
-            pl.col("start_ns") < began_ns
-        )
-        for key in _keys(spans.filter(is_request_root() & is_old)):
+        checked = pl.col("received_ns") < pl.col("received_ns").max() - self._checks_ns[-1]
+        begun_before = pl.col("start_ns") < since_ns
+        for key in _keys(spans.filter(is_request_root() & (checked | begun_before))):
             known = self._requests.setdefault(key, _Request(now_ns))
             known.checks = len(self._checks_ns)
         self._pending = {k: r for k, r in self._requests.items() if not self._is_finished(r)}

@@ -187,6 +187,7 @@ async def _complete(service: Service, trace: RequestTrace, request: Request) -> 
     trace.describe(
         {
             "gen_ai.usage.input_tokens": len(prompt),
+            "gen_ai.request.model": service.model,
             "gen_ai.response.model": service.model,
             "perfledger.model.hash": service.link.ready.weights_hash if service.link.ready else "",
             "perfledger.tokenizer.hash": service.tokenizer.hash,

@@ -90,20 +90,21 @@ def load(
     from perfledger.instrumented_runtime.model import load_decoder
     from perfledger.instrumented_runtime.recorder import Recorder
     from perfledger.instrumented_runtime.ring import Writer
-    from perfledger.instrumented_runtime.scheduler import limits_of
+    from perfledger.instrumented_runtime.scheduler import check_options, limits_of
     from perfledger.instrumented_runtime.stepping import Stepper
 
+    check_options(options)
     threads = devices.set_threads(options.threads)
     config = read_config(checkpoint)
     max_model_len = _model_len(options, config.max_position_embeddings)
     device = devices.choose_device(options.device)
     dtype = devices.choose_dtype(options.dtype, config.dtype, device)
-    model = load_decoder(checkpoint, config, dtype, device)
-    # More blocks than all sequences at full length need would never be used.
+    # More blocks than all sequences need at their full length would never be used.
     most = options.max_num_seqs * blocks_for(max_model_len, options.block_size)
     block_bytes = attention.block_bytes(config, options.block_size, dtype)
     kv_blocks = min(options.kv_memory_bytes // block_bytes, most)
     limits = limits_of(options, max_model_len=max_model_len, kv_blocks=kv_blocks)
+    model = load_decoder(checkpoint, config, dtype, device)
     cache = attention.PagedKvCache(config, kv_blocks, options.block_size, dtype, device)
     _warm_up(Stepper(model, cache, limits, None))
     recorder = None if ring_name is None else Recorder(Writer.attach(ring_name).write)

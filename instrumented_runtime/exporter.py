@@ -52,6 +52,11 @@ class Exporter:
         self._reader = reader
         self._channel = channel
         self._sender = sender
+        for metric in metrics.METRICS:  # from 0 on: the first loss is an increase too
+            if metric.kind == "counter" and not metric.attribute:
+                self.spans.counts[metric, ""] = 0
+        for where in metrics.LOST_WHERE:
+            self.spans.counts[metrics.TELEMETRY_LOST, where] = 0
 
     def turn(self, timeout_s: float) -> int:
         """Wait for the API at most `timeout_s`, take what there is, and return how much it was.
@@ -66,8 +71,10 @@ class Exporter:
             taken += len(records)
             for record in records:
                 self._pass_on(self.spans.feed(record))
-        for event in (*self._reader.gap_at_end(), *requests):
-            self._pass_on(self.spans.feed(event))
+        for gap in self._reader.gap_at_end():
+            self._pass_on(self.spans.feed(gap))
+        for request in requests:
+            self._pass_on(self.spans.feed(request))
         self._publish()
         return taken
 

@@ -98,6 +98,7 @@ class ExporterLink:
 
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._process.join(0)  # leave no zombie
         self._running = False
         if not self._stopping:
             print("perfledger: the exporter ended: serving goes on unrecorded", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Generator
 from typing import cast
@@ -16,6 +17,7 @@ GRACEFUL_STOP_S = 5
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
 MAX_HEADER_BYTES = 32 * 1024
 BACKLOG = 1024
+MAX_OPEN_FILES = 16_384
 # The kernel would take up to 4 MB for a client that reads nothing, and its answer would seem to
 # have arrived. Enough for 600 KB/s over 100 ms of round trip (the kernel doubles it).
 SEND_BUFFER_BYTES = 32 * 1024
@@ -31,6 +33,10 @@ class ExactProtocol(H11Protocol):
         """See asyncio.Protocol."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        # Close a connection that never sends; the first bytes cancel it.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            KEEP_ALIVE_S, self.timeout_keep_alive_handler
+        )
 
 
 class Server(uvicorn.Server):
@@ -81,6 +87,14 @@ def listen(host: str, port: int) -> socket.socket:
             fix="another --port, or end the process that has it (ss -ltnp shows it)",
         ) from error
     return listener
+
+
+def raise_file_limit() -> None:
+    """Allow as many open connections as the system lets us, up to MAX_OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def url_of(listener: socket.socket) -> str:

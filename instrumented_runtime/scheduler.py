@@ -26,11 +26,8 @@ class Limits:
     kv_blocks: int
 
 
-def limits_of(options: RuntimeOptions, *, max_model_len: int, kv_blocks: int) -> Limits:
-    """Return the limits of a runtime, from its options and two facts of its Ready message.
-
-    Raises UsageError where they could never run a step.
-    """
+def check_options(options: RuntimeOptions) -> None:
+    """Raise UsageError for options with which no step could ever be planned."""
     for name in ("max_num_seqs", "block_size"):
         if getattr(options, name) < 1:
             raise UsageError(f"{name} is {getattr(options, name)}, but must be at least 1")
@@ -40,6 +37,14 @@ def limits_of(options: RuntimeOptions, *, max_model_len: int, kv_blocks: int) ->
             f" {options.max_num_seqs} sequences may need a token in a step",
             fix="raise max_num_batched_tokens or lower max_num_seqs",
         )
+
+
+def limits_of(options: RuntimeOptions, *, max_model_len: int, kv_blocks: int) -> Limits:
+    """Return the limits of a runtime, from its options and two facts of its Ready message.
+
+    Raises UsageError where they could never run a step.
+    """
+    check_options(options)
     if kv_blocks < 1:
         raise UsageError("the KV memory holds no block", fix="raise kv_memory_bytes")
     return Limits(

@@ -1,12 +1,14 @@
 """`perfledger serve`: starts the runtime's processes, watches them, and ends them in order."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from perfledger.instrumented_runtime.api import Service, build_app
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
@@ -18,7 +20,12 @@ from perfledger.instrumented_runtime.exporter_link import (
     Telemetry,
     destination,
 )
-from perfledger.instrumented_runtime.http_server import build_server, listen, url_of
+from perfledger.instrumented_runtime.http_server import (
+    build_server,
+    listen,
+    raise_file_limit,
+    url_of,
+)
 from perfledger.instrumented_runtime.messages import Ready
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.instrumented_runtime.scheduler import limits_of
@@ -37,6 +44,7 @@ def serve(options: RuntimeOptions, api_key: str = "") -> int:
     cannot be, and PerfledgerError where the engine could not load or has died.
     """
     limits_of(options, max_model_len=1, kv_blocks=1)
+    raise_file_limit()
     with listen(options.host, options.port) as listener:
         say(f"loading {options.model}")
         checkpoint = resolve(options.model)
@@ -108,7 +116,7 @@ class Runtime:
     def _engine_changed(self) -> None:
         ready = self._link.ready
         if self._link.state == FAILED:
-            warn(f"{self._link.failure}: no request can be served")
+            say(f"perfledger: {self._link.failure}: no request can be served", sys.stderr)
             self._server.should_exit |= ready is None
         elif ready is not None:
             self._telemetry.send(EngineRecord(engine_attributes(ready)))
@@ -160,11 +168,7 @@ def introduction(options: RuntimeOptions, ready: Ready, url: str) -> list[str]:
     ]
 
 
-def say(line: str) -> None:
-    """Print for the person who started this, at once."""
-    print(line, flush=True)
-
-
-def warn(line: str) -> None:
-    """Print a problem that does not end the process."""
-    print(f"perfledger: {line}", file=sys.stderr, flush=True)
+def say(line: str, out: TextIO | None = None) -> None:
+    """Print for the person who started this, at once; if nobody reads it, go on."""
+    with contextlib.suppress(OSError):
+        print(line, file=out or sys.stdout, flush=True)

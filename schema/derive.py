@@ -11,15 +11,7 @@ from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
 from perfledger.schema.columns import Table
 from perfledger.schema.intervals import Ints
 from perfledger.schema.partition import KIND, partition
-from perfledger.schema.request_traces import (
-    OWN_COLUMNS,
-    ROOT_COLUMNS,
-    STEP_COLUMNS,
-    RequestTraces,
-    gather,
-    is_own_span,
-    is_request_root,
-)
+from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, gather
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 from perfledger.schema.tables import REQUESTS, STEPS
 from perfledger.schema.token_times import NEVER, TokenTimes, token_times
@@ -96,13 +88,8 @@ def request_rows(
     `steps` (columns of STEPS) holds all steps of rank 0 that ran meanwhile, also those without a
     member of these requests: they explain its host gaps. Times are wall ns.
     """
-    traces = gather(
-        spans.filter(is_request_root()).select(ROOT_COLUMNS),
-        spans.filter(is_own_span()).select(OWN_COLUMNS),
-        spans.lazy(),
-        steps.select(STEP_COLUMNS),
-        [steps["members"].rechunk().to_arrow()],
-    )
+    members = [steps["members"].rechunk().to_arrow()]
+    traces = gather(spans.lazy(), steps.select(STEP_COLUMNS), members)
     return rows_of(traces, times_of(traces), received_ns=received_ns, version=version)
 
 
@@ -158,7 +145,7 @@ def _first_replica(traces: RequestTraces) -> pl.Series:
     first = np.full(len(traces.roots), -1, np.int64)
     first[traces.members.request[::-1]] = traces.members.step[::-1]  # the last to be set stays
     rows = pl.Series(first)
-    return traces.replica.gather(rows.set(rows < 0, None))
+    return traces.step_rows["replica"].gather(rows.set(rows < 0, None))
 
 
 def _token_lists(requests: int, times: TokenTimes) -> pl.Series:

@@ -56,6 +56,7 @@ TELEMETRY_LOST = Metric(
     "collector that is slow or away, engine records of a request that is not known (unmatched)",
     "perfledger.telemetry.where",
 )
+LOST_WHERE = ("ring", "socket", "export", "unmatched")
 
 METRICS: tuple[Metric, ...] = (
     QUEUE_LENGTH,
@@ -78,7 +79,7 @@ METRICS: tuple[Metric, ...] = (
 # Attributes that only metrics carry; the others are declared with the spans'.
 METRIC_ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute("gen_ai.token.type", "string", "input, cached or output"),
-    Attribute("perfledger.telemetry.where", "string", "ring, socket, export or unmatched"),
+    Attribute("perfledger.telemetry.where", "string", ", ".join(LOST_WHERE)),
 )
 
 

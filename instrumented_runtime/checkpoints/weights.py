@@ -4,13 +4,15 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from perfledger.instrumented_runtime.checkpoints.config import ModelConfig, read_json
 from perfledger.schema.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,7 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+def read_weights(folder: Path, config: ModelConfig) -> "dict[str, Tensor]":
     """Return every expected tensor of a checkpoint, on the CPU, in its stored dtype.
 
     Raises UsageError if a tensor is missing, unknown, in two files or of another shape.
@@ -112,7 +114,7 @@ def _opened(files: list[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:
                 yield name, file
 
 
-def _check(expected: dict[str, tuple[int, ...]], found: dict[str, Tensor], folder: Path) -> None:
+def _check(expected: dict[str, tuple[int, ...]], found: "dict[str, Tensor]", folder: Path) -> None:
     def refuse(what: str, names: list[str]) -> None:
         shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
         raise UsageError(

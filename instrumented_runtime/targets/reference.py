@@ -161,14 +161,6 @@ def serving(
         yield RunningServer(url, _facts(url, command, environment, child), child)
 
 
-def telemetry_lost(server: RunningServer) -> int:
-    """Return how many records and spans the server has dropped or could not send."""
-    counts = _health(server.url).get("telemetry")
-    if not isinstance(counts, dict):
-        raise PerfledgerError("/health says nothing of telemetry", where=server.url)
-    return sum(int(counts.get(name, 0)) for name in ("dropped", "export_failed"))
-
-
 def _facts(
     url: str, command: list[str], environment: Mapping[str, str], child: Child
 ) -> dict[str, Value]:

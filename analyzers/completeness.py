@@ -1,0 +1,146 @@
+"""What is missing or doubtful behind the numbers, counted."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from perfledger.analyzers.ledger import Selection
+from perfledger.schema.intervals import Ints
+from perfledger.schema.partition import KIND
+from perfledger.schema.request_traces import RequestTraces
+from perfledger.schema.span_ids import SpanIds, SpanIndex, may_be_repeated
+from perfledger.schema.stages import STAGE_COLUMNS, SUB_STAGE_COLUMNS
+from perfledger.schema.store import id_conflicts
+from perfledger.schema.tables import SPANS
+
+DEFINITIONS: Mapping[str, str] = {
+    "without_steps": "ok requests that no engine step is linked to",
+    "missing_spans": "ok requests without such a span, by its name",
+    "untimed_tokens": "output tokens told by the roots of ok requests, beyond the token times",
+    "telemetry_gaps": "telemetry_dropped spans of the service while these requests were served",
+    "records_dropped": "records that the runtime says it lost in these gaps",
+    "id_conflicts": "span ids of these traces that several different spans carry",
+    "not_derived": "requests that the table `requests` has no row of (yet)",
+    "differing": "requests whose row in the table `requests` has other times than found now",
+}
+
+_IDS = ["trace_id", "span_id"]
+_EXPECTED = ("tokenize", "queue", "context", "sample", "detokenize", "stream")
+_TIMES = ("arrival_ns", "end_ns", "ttft_ns", "ttfc_ns", *STAGE_COLUMNS, *SUB_STAGE_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Completeness:
+    """Counts; see DEFINITIONS."""
+
+    requests: int
+    without_steps: int
+    missing_spans: dict[str, int]
+    untimed_tokens: int
+    telemetry_gaps: int
+    records_dropped: int
+    id_conflicts: int
+    not_derived: int
+    differing: int
+
+    def losses(self) -> list[str]:
+        """Return what was certainly lost or is in doubt, in words."""
+        found = []
+        if self.telemetry_gaps:
+            found.append(
+                f"{self.records_dropped} telemetry records dropped in {self.telemetry_gaps} gaps"
+            )
+        if self.id_conflicts:
+            found.append(f"{self.id_conflicts} span ids are carried by several different spans")
+        if self.differing:
+            found.append(f"{self.differing} stored requests differ from their spans (late spans?)")
+        return found
+
+
+def completeness(
+    selection: Selection, traces: RequestTraces, requests: pl.DataFrame
+) -> Completeness:
+    """Count what is missing. `requests` holds the `requests` rows of `traces`, in their order."""
+    ok = (requests["status"] == "ok").to_numpy()
+    gaps, dropped = _gaps(selection, requests)
+    not_derived, differing = _compare(selection, requests)
+    timed = pl.col("token_times_ns").list.len().fill_null(0)
+    untimed = requests.filter(pl.Series(ok)).select(
+        (pl.col("output_tokens") - timed).clip(lower_bound=0).sum()
+    )
+    return Completeness(
+        requests=len(requests),
+        without_steps=requests.filter(pl.Series(ok))["steps"].null_count(),
+        missing_spans=_missing_spans(traces, ok),
+        untimed_tokens=untimed.item(),
+        telemetry_gaps=gaps,
+        records_dropped=dropped,
+        id_conflicts=_conflicts(selection, traces),
+        not_derived=not_derived,
+        differing=differing,
+    )
+
+
+def _missing_spans(traces: RequestTraces, ok: Ints) -> dict[str, int]:
+    missing = {}
+    for name in _EXPECTED:
+        has = np.zeros(len(ok), np.bool_)
+        has[traces.spans.request[traces.spans.kind == KIND[name]]] = True
+        if count := int((ok & ~has).sum()):
+            missing[name] = count
+    return missing
+
+
+def _gaps(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
+    """Return how many gaps there were while these requests were served, and their records."""
+    gaps = (
+        selection.spans()
+        .filter((pl.col("name") == "telemetry_dropped") & selection.of_resource())
+        .filter(pl.col("start_ns") <= requests["end_ns"].max())
+        .filter(pl.col("end_ns") >= requests["arrival_ns"].min())
+    )
+    ids = gaps.select(_IDS).collect().unique()
+    if ids.is_empty():
+        return 0, 0
+    told = gaps.select(*_IDS, "attributes").collect()
+    pairs = told.unique(_IDS).explode("attributes").unnest("attributes")
+    return len(ids), pairs.filter(pl.col("key") == "perfledger.dropped")["int"].sum()
+
+
+def _conflicts(selection: Selection, traces: RequestTraces) -> int:
+    """Count the ids in conflict, in the traces of these requests and of the engines."""
+    rows = may_be_repeated(SpanIds.of_columns(ids) for ids in _ids_by_file(selection))
+    if not any(len(part) for part in rows):
+        return 0
+    parts = zip(_ids_by_file(selection), rows, strict=True)
+    repeated = pl.concat([pl.DataFrame(ids)[part] for ids, part in parts]).unique()
+    ours = pl.concat([traces.roots["trace_id"], traces.step_rows["trace_id"]]).unique()
+    repeated = repeated.filter(pl.col("trace_id").is_in(ours.implode()))
+    spans = selection.spans().join(repeated.lazy(), on=_IDS, how="semi")
+    return len(id_conflicts(spans.select(SPANS.key).unique()).collect())
+
+
+def _ids_by_file(selection: Selection) -> Iterator[pa.Table]:
+    return selection.store.read_as_received("spans", _IDS, (), selection.since_ns)
+
+
+def _compare(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
+    """Return how many of these requests have no stored row, and how many have a different one."""
+    stored = selection.store.scan_as_received("requests", selection.since_ns)
+    rows = stored.select(*_IDS, "version", "received_ns", *_TIMES).collect()
+    if rows.select(_IDS).n_unique() < len(rows):
+        rows = rows.sort("version", "received_ns").unique(_IDS, keep="last")
+    index = SpanIndex(SpanIds.of(rows["trace_id"], rows["span_id"]))
+    at = index.find(SpanIds.of(requests["trace_id"], requests["span_id"]))
+    known = np.flatnonzero(at >= 0)
+    if not len(known):
+        return len(requests), 0
+    now = requests if len(known) == len(requests) else requests[known]
+    at = at[known]
+    differs = np.zeros(len(known), np.bool_)
+    for name in _TIMES:
+        differs |= rows[name].gather(at).ne_missing(now[name]).to_numpy()
+    return len(requests) - len(known), int(differs.sum())

@@ -1,0 +1,149 @@
+"""How long and how fast: TTFT and its stages, inter-token latency, end to end, token rates.
+
+Times of the server, in ns. Latencies are of the requests that ended ok: a refusal in a millisecond
+is not a fast answer. DEFINITIONS says what each number is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from perfledger.schema.intervals import Coverage, Ints
+from perfledger.schema.partition import DECODE, Members, partition
+from perfledger.schema.quantiles import quantiles
+from perfledger.schema.request_traces import RequestTraces
+from perfledger.schema.stages import STAGE_NAMES
+from perfledger.schema.token_times import NEVER, TokenTimes
+
+TAIL = 0.95
+
+DEFINITIONS: Mapping[str, str] = {
+    "ttft_ns": "arrival at the server to the end of the first sample, of ok requests",
+    "ttfc_ns": "arrival at the server to the first chunk written, of ok requests that told it",
+    "e2e_ns": "arrival at the server to the last byte accepted by its socket, of ok requests",
+    "itl_ns": "gaps between consecutive token times of one request, pooled over ok requests",
+    "ttft_stages_ns": "mean share of each stage in TTFT: the partition of arrival to first sample",
+    "ttft_tail_stages_ns": "the same over the slowest 5 % of TTFT",
+    "prompt_tokens_per_s": "prompt and recomputed tokens of the steps that held a prompt of these"
+    " requests / union of the time that those steps ran",
+    "output_tokens_per_s": "tokens sampled for all these requests / first arrival to last end",
+    "quantiles": "linear interpolation of raw values (Hyndman and Fan type 7)",
+}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A sample of values; all but `n` are null where there is none."""
+
+    n: int
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latencies in ns, rates in tokens/s; null where nothing tells."""
+
+    ttft_ns: Distribution
+    ttfc_ns: Distribution
+    e2e_ns: Distribution
+    itl_ns: Distribution
+    ttft_stages_ns: dict[str, float] | None
+    ttft_tail_stages_ns: dict[str, float] | None
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+
+
+def latency(traces: RequestTraces, times: TokenTimes, requests: pl.DataFrame) -> Latency:
+    """Return the latencies and rates of gathered requests and their `requests` rows."""
+    ok = (requests["status"] == "ok").to_numpy()
+    split, tail = _ttft_split(traces, times, ok)
+    return Latency(
+        *(distribution(_told(requests, name, ok)) for name in ("ttft_ns", "ttfc_ns", "e2e_ns")),
+        distribution(token_gaps(times, ok)),
+        split,
+        tail,
+        _prompt_rate(traces),
+        _output_rate(requests),
+    )
+
+
+def distribution(values: NDArray[np.number]) -> Distribution:
+    """Return mean and quantiles of values."""
+    if not len(values):
+        return Distribution(0, None, None, None, None)
+    return Distribution(len(values), float(values.mean()), *quantiles(values, (0.5, 0.95, 0.99)))
+
+
+def token_gaps(times: TokenTimes, wanted: NDArray[np.bool_]) -> Ints:
+    """Return the ns between consecutive tokens of the wanted requests."""
+    within = (times.request[1:] == times.request[:-1]) & wanted[times.request[1:]]
+    gaps: Ints = np.diff(times.time_ns)[within]
+    return gaps
+
+
+def ttft_stages(traces: RequestTraces, times: TokenTimes) -> Ints:
+    """Return the partition of arrival to first sample of each request, in ns per stage.
+
+    Rows of requests without a sample are the partition of their whole time.
+    """
+    arrival, end = traces.roots["start_ns"].to_numpy(), traces.roots["end_ns"].to_numpy()
+    end = np.minimum(end, times.first_ns)
+    members = _until(end, traces)
+    return partition(arrival, end, traces.spans, traces.steps, members).stages
+
+
+def _until(end_ns: Ints, traces: RequestTraces) -> Members:
+    """Leave out what cannot matter before `end_ns`: all later members of a request but the last.
+
+    The last one is kept as it tells that sampling went on.
+    """
+    members = traces.members
+    keep = traces.steps.schedule_end_ns[members.step] < end_ns[members.request]
+    keep[:-1] |= members.request[1:] != members.request[:-1]
+    keep[-1:] = True
+    return Members(members.request[keep], members.step[keep], members.phase[keep])
+
+
+def _ttft_split(
+    traces: RequestTraces, times: TokenTimes, ok: NDArray[np.bool_]
+) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+    rows = np.flatnonzero(ok & (times.first_ns < NEVER))
+    if not len(rows):
+        return None, None
+    stages = ttft_stages(traces, times)[rows]
+    ttft = stages.sum(axis=1)
+    slow = np.argsort(ttft, kind="stable")[int(len(ttft) * TAIL) :]
+    return _means(stages), _means(stages[slow])
+
+
+def _means(stages: Ints) -> dict[str, float]:
+    return dict(zip(STAGE_NAMES, stages.mean(axis=0).tolist(), strict=True))
+
+
+def _told(requests: pl.DataFrame, name: str, ok: NDArray[np.bool_]) -> Ints:
+    return requests[name].filter(pl.Series(ok)).drop_nulls().to_numpy()
+
+
+def _prompt_rate(traces: RequestTraces) -> float | None:
+    prompt = traces.members.phase != DECODE
+    steps = np.unique(traces.members.step[prompt])
+    tokens = traces.step_rows["prefill_tokens"].gather(pl.Series(steps))
+    if not len(steps) or tokens.null_count():
+        return None
+    busy = Coverage.of(traces.steps.schedule_end_ns[steps], traces.steps.end_ns[steps])
+    return float(tokens.sum()) / (busy.length / 1e9) if busy.length else None
+
+
+def _output_rate(requests: pl.DataFrame) -> float | None:
+    """Tokens are what the root says, else the token times; null where neither is there."""
+    tokens = requests.select(pl.coalesce("output_tokens", pl.col("token_times_ns").list.len()))
+    span_ns = requests["end_ns"].max() - requests["arrival_ns"].min()  # type: ignore[operator]
+    if tokens.to_series().null_count() == len(requests) or span_ns <= 0:
+        return None
+    return float(tokens.to_series().sum()) / (span_ns / 1e9)

@@ -1,0 +1,57 @@
+"""`perfledger report`: a page for people and a trace for ui.perfetto.dev, from a store."""
+
+import argparse
+from pathlib import Path
+
+from perfledger.output import add_json, print_json
+from perfledger.selection import add_selection, add_store, time_range
+
+EXAMPLES = """\
+examples:
+  perfledger report --store ./perfledger-demo
+  perfledger report --service my-service --from -15m --output incident.html
+  perfledger report --run demo-1a2b3c4d --output run.html --trace run.json
+
+The page needs neither network nor script. The trace opens in ui.perfetto.dev."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `report`."""
+    parser = commands.add_parser(
+        "report",
+        help="write a report page and a Perfetto trace",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page"
+    )
+    parser.add_argument(
+        "--trace", type=Path, default=Path("trace.json"), metavar="FILE", help="the trace"
+    )
+    add_store(parser)
+    add_selection(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write both files; 4 where no request matches."""
+    from perfledger import analyzers
+    from perfledger.analyzers.attribution import attribute
+    from perfledger.report import write_report
+
+    times = time_range(args)
+    selection = analyzers.open(args.store, args.namespace).where(
+        run=args.run_id, service=args.service, from_ns=times.from_ns, to_ns=times.to_ns
+    )
+    found = attribute(selection)
+    traced = write_report(selection, found, None, args.output, args.trace)
+    if args.json:
+        counts = {"requests": len(found.requests), "traced_requests": traced}
+        print_json({"report": str(args.output), "trace": str(args.trace), **counts})
+    else:
+        print(f"report  {args.output}  ({len(found.requests)} requests)")
+        print(f"trace   {args.trace}  ({traced} requests)")
+    return 0

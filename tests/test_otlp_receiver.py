@@ -1,0 +1,246 @@
+"""What the OTLP servers answer, over HTTP and gRPC: success, partial success and every refusal."""
+
+import asyncio
+import gzip
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.json_format import Parse
+from google.rpc.code_pb2 import Code
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from otlp_client import (
+    PROTOBUF,
+    call,
+    grpc_refusal,
+    post,
+    printed_counts,
+    span,
+    stored,
+    traces,
+    wait_until,
+)
+
+from perfledger.collectors.address import Address
+from perfledger.collectors.collecting import CollectLimits, Collector
+from perfledger.collectors.serving import serve
+from perfledger.schema.store import Store
+
+Start = Callable[..., AbstractContextManager[object]]
+
+
+@contextmanager
+def in_process(folder: Path, limits: CollectLimits) -> Iterator[tuple[int, int]]:
+    """Serve in a thread, for limits that have no flag; yield the gRPC and the HTTP port."""
+    ports: list[tuple[int, int]] = []
+    ready = threading.Event()
+    handle: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        handle.append((asyncio.get_running_loop(), stop))
+
+        def started(grpc_address: Address, http_address: Address) -> None:
+            ports.append((grpc_address.port, http_address.port))
+            ready.set()
+
+        collector = Collector(Store.at(str(folder)), limits)
+        free = Address("127.0.0.1", 0)
+        await serve(collector, free, free, limits.request_bytes, stop, started)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, main())
+        assert ready.wait(30)
+        try:
+            yield ports[0]
+        finally:
+            loop, stop = handle[0]
+            loop.call_soon_threadsafe(stop.set)
+            running.result(60)
+
+
+# --- What HTTP answers ------------------------------------------------------------------
+
+GOOD = traces(span(1))
+
+
+@pytest.fixture(scope="module")
+def http_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A collector that takes requests of at most 100 kB."""
+    limits = CollectLimits(request_bytes=100_000)
+    with in_process(tmp_path_factory.mktemp("http"), limits) as (_, port):
+        yield port
+
+
+def with_encoding(name: str) -> dict[str, str]:
+    return {**PROTOBUF, "Content-Encoding": name}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (GOOD, PROTOBUF),
+        (b"", PROTOBUF),
+        (GOOD, {"Content-Type": "Application/X-Protobuf; charset=utf-8"}),
+        (GOOD, with_encoding("identity")),
+        (gzip.compress(GOOD), with_encoding("gzip")),
+        (gzip.compress(GOOD[:9]) + gzip.compress(GOOD[9:]), with_encoding("GZIP")),
+    ],
+    ids=["plain", "empty", "parameters", "identity", "gzip", "gzip members"],
+)
+def test_full_success_is_200_with_an_empty_response(
+    http_port: int, body: bytes, headers: dict[str, str]
+) -> None:
+    status, answer, content = post(http_port, body, headers)
+    assert (status, answer["content-type"], content) == (200, "application/x-protobuf", b"")
+
+
+BOMB = gzip.compress(bytes(10_000_000))
+REFUSED = {
+    "not protobuf": (b"\xff" * 9, PROTOBUF, 400, Code.INVALID_ARGUMENT),
+    "not gzip": (GOOD, with_encoding("gzip"), 400, Code.INVALID_ARGUMENT),
+    "cut gzip": (gzip.compress(GOOD)[:-4], with_encoding("gzip"), 400, Code.INVALID_ARGUMENT),
+    "no gzip at all": (b"", with_encoding("gzip"), 400, Code.INVALID_ARGUMENT),
+    "bad utf-8": (
+        traces(span(1, name="a€")).replace("€".encode(), b"\xff\xff\xff"),
+        PROTOBUF,
+        400,
+        Code.INVALID_ARGUMENT,
+    ),
+    "other encoding": (GOOD, with_encoding("br"), 415, Code.INVALID_ARGUMENT),
+    "gzip bomb": (BOMB, with_encoding("gzip"), 413, Code.RESOURCE_EXHAUSTED),
+    "too large": (bytes(100_001), PROTOBUF, 413, Code.RESOURCE_EXHAUSTED),
+    "much gzip of nothing": (
+        gzip.compress(b"") * 6_000,
+        with_encoding("gzip"),
+        413,
+        Code.RESOURCE_EXHAUSTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_is_a_status_in_protobuf(http_port: int, case: str) -> None:
+    body, headers, expected, code = REFUSED[case]
+    status, answer, content = post(http_port, body, headers)
+    assert (status, answer["content-type"]) == (expected, "application/x-protobuf")
+    told = Status.FromString(content)
+    assert told.code == code and told.message
+    assert "retry-after" not in answer
+    details = [detail.type_url.rpartition(".")[2] for detail in told.details]
+    assert details == (["BadRequest"] if expected == 400 else [])
+
+
+@pytest.mark.parametrize(
+    ("content_type", "answered_in"),
+    [
+        ("application/json", "application/json"),
+        ("application/json; charset=utf-8", "application/json"),
+        ("text/plain", "application/json"),
+        ("", "application/json"),
+    ],
+)
+def test_other_content_types_are_415_with_a_status_in_json(
+    http_port: int, content_type: str, answered_in: str
+) -> None:
+    status, answer, content = post(http_port, b"{}", {"Content-Type": content_type})
+    assert (status, answer["content-type"]) == (415, answered_in)
+    assert Parse(content, Status()).code == Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS"])
+def test_other_methods_are_405(http_port: int, method: str) -> None:
+    status, answer, content = post(http_port, b"", method=method)
+    assert (status, answer["allow"]) == (405, "POST")
+    assert Status.FromString(content).code == Code.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/trace", "/v1/traces/", "/v1development/profiles"])
+def test_other_paths_are_404_and_say_where_to_go(http_port: int, path: str) -> None:
+    status, _, content = post(http_port, GOOD, path=path)
+    assert (status, "/v1/traces" in Status.FromString(content).message) == (404, True)
+
+
+def test_a_client_that_goes_away_is_no_harm(http_port: int) -> None:
+    head = b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+    for unfinished in (b"", head, head + b"Content-Length: 900\r\n\r\nabc"):
+        with socket.create_connection(("127.0.0.1", http_port)) as client:
+            client.sendall(unfinished)
+    assert post(http_port, GOOD)[0] == 200
+
+
+# --- Partial success, limits and back-pressure ------------------------------------------
+
+
+def test_a_bad_span_is_rejected_alone_on_both_transports(
+    tmp_path: Path, start_collector: Start
+) -> None:
+    bodies = [traces(span(n), span(0), span(n + 1)) for n in (1, 3)]
+    with start_collector(tmp_path) as collector:
+        status, _, content = post(collector.http_port, bodies[0])
+        answers = [content, call(collector.grpc_port, bodies[1])]
+    assert status == 200
+    for answer in answers:
+        partial = ExportTraceServiceResponse.FromString(answer).partial_success
+        assert partial.rejected_spans == 1
+        assert partial.error_message == "1: span_id is not 8 bytes, or all zero"
+    spans = stored(collector.store, "spans")
+    assert sorted(spans["span_id"]) == [n.to_bytes(8, "big") for n in (1, 2, 3, 4)]
+    assert printed_counts(collector.log)["spans"] == [6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_grpc_refuses_what_is_too_large_for_good(tmp_path: Path, gzipped: bool) -> None:
+    with in_process(tmp_path, CollectLimits(request_bytes=100_000)) as (port, _):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(port, bytes(10_000_000), gzipped=gzipped)
+        assert grpc_refusal(caught.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, [], None)
+        assert call(port, GOOD, gzipped=gzipped) == b""
+
+
+def test_grpc_says_what_is_wrong_with_bytes_that_are_no_request(
+    tmp_path: Path, start_collector: Start
+) -> None:
+    with start_collector(tmp_path) as collector:
+        with pytest.raises(grpc.RpcError) as caught:
+            call(collector.grpc_port, b"\xff" * 9)
+        refusal = (grpc.StatusCode.INVALID_ARGUMENT, ["BadRequest"], None)
+        assert grpc_refusal(caught.value) == refusal
+        with pytest.raises(grpc.RpcError) as caught:
+            call(collector.grpc_port, GOOD, service="x.Y")
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_while_nothing_can_be_written_requests_are_refused_and_then_nothing_is_lost(
+    tmp_path: Path, start_collector: Start
+) -> None:
+    namespace, away = tmp_path / "store" / "default", tmp_path / "away"
+    acknowledged = 0
+    with start_collector(tmp_path, "--buffer-mib", "1") as collector:
+        namespace.rename(away)
+        namespace.write_text("in the way")
+        assert post(collector.http_port, GOOD)[0] == 200
+        wait_until(lambda: "cannot write to the store" in collector.log.read_text())
+        for at in range(1, 400):
+            body = traces(*(span(at * 1000 + n, name="x" * 500) for n in range(50)))
+            status, answer, content = post(collector.http_port, body)
+            if status != 200:
+                break
+            acknowledged += 50
+        assert (status, answer["retry-after"]) == (503, "1")
+        told = Status.FromString(content)
+        assert (told.code, told.details[0].type_url.endswith(".RetryInfo")) == (14, True)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(collector.grpc_port, GOOD)
+        assert grpc_refusal(caught.value) == (grpc.StatusCode.UNAVAILABLE, ["RetryInfo"], 1.0)
+        namespace.unlink()
+        away.rename(namespace)
+        wait_until(lambda: post(collector.http_port, GOOD)[0] == 200)
+    assert 1000 < acknowledged < 20_000
+    assert stored(collector.store, "spans").height == acknowledged + 1
