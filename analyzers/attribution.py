@@ -112,7 +112,7 @@ def _band(name: str, rows: pl.DataFrame, middle: pl.DataFrame) -> Band:
         name,
         len(rows),
         len(rows) < ENOUGH_REQUESTS,
-        rows["e2e_ns"].mean(),
+        float(rows["e2e_ns"].to_numpy().mean()),
         dict(zip(STAGE_NAMES, stages, strict=True)),
         {name.removesuffix("_ns"): v for name, v in zip(SUB_STAGE_COLUMNS, shares, strict=True)},
         STAGE_NAMES[int(np.argmax(stages))],

@@ -107,7 +107,7 @@ def _gaps(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
         return 0, 0
     told = gaps.select(*_IDS, "attributes").collect()
     pairs = told.unique(_IDS).explode("attributes").unnest("attributes")
-    return len(ids), pairs.filter(pl.col("key") == "perfledger.dropped")["int"].sum()
+    return len(ids), int(pairs.filter(pl.col("key") == "perfledger.dropped")["int"].sum())
 
 
 def _conflicts(selection: Selection, traces: RequestTraces) -> int:

@@ -64,12 +64,14 @@ def latency(traces: RequestTraces, times: TokenTimes, requests: pl.DataFrame) ->
     ok = (requests["status"] == "ok").to_numpy()
     split, tail = _ttft_split(traces, times, ok)
     return Latency(
-        *(distribution(_told(requests, name, ok)) for name in ("ttft_ns", "ttfc_ns", "e2e_ns")),
-        distribution(token_gaps(times, ok)),
-        split,
-        tail,
-        _prompt_rate(traces),
-        _output_rate(requests),
+        ttft_ns=distribution(_told(requests, "ttft_ns", ok)),
+        ttfc_ns=distribution(_told(requests, "ttfc_ns", ok)),
+        e2e_ns=distribution(_told(requests, "e2e_ns", ok)),
+        itl_ns=distribution(token_gaps(times, ok)),
+        ttft_stages_ns=split,
+        ttft_tail_stages_ns=tail,
+        prompt_tokens_per_s=_prompt_rate(traces),
+        output_tokens_per_s=_output_rate(requests),
     )
 
 
@@ -143,7 +145,6 @@ def _prompt_rate(traces: RequestTraces) -> float | None:
 def _output_rate(requests: pl.DataFrame) -> float | None:
     """Tokens are what the root says, else the token times; null where neither is there."""
     tokens = requests.select(pl.coalesce("output_tokens", pl.col("token_times_ns").list.len()))
-    span_ns = requests["end_ns"].max() - requests["arrival_ns"].min()  # type: ignore[operator]
-    if tokens.to_series().null_count() == len(requests) or span_ns <= 0:
-        return None
-    return float(tokens.to_series().sum()) / (span_ns / 1e9)
+    told = tokens.to_series().drop_nulls().to_numpy()
+    span_ns = int(requests["end_ns"].to_numpy().max() - requests["arrival_ns"].to_numpy().min())
+    return float(told.sum()) / (span_ns / 1e9) if len(told) and span_ns else None

@@ -50,7 +50,8 @@ def commit() -> str:
     """Return the checkout's commit, `+changes` behind it if files differ; "unknown" without git."""
     try:
         head = _git("rev-parse", "HEAD")
-        return f"{head}+changes" if _git("status", "--porcelain") else head
+        changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return f"{head}+changes" if changed else head
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

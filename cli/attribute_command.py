@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "attribute",
         help="which stage the time of each request went to",
-        description="Say which stage the time of each request went to, and what the tail waits for.",
+        description="Say which stage the time of each request went to, and what the tail waits on.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--per-request",
         action="store_true",
-        help="list the requests (the slowest, or all as JSONL)",
+        help="list the slowest requests, or all as JSONL",
     )
     parser.add_argument(
         "--jsonl", action="store_true", help="with --per-request: a JSON line for every request"
@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the attribution. Raises NoDataError on nothing, PartialInputError where some is lost."""
+    """Print it. Raises NoDataError on nothing, PartialInputError where something is lost."""
     from perfledger import analyzers
     from perfledger.analyzers.attribution import attribute
 

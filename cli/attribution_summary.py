@@ -39,7 +39,7 @@ def print_attribution(found: "Attribution", band: str = "p95") -> None:
         f"share, tail: of {band}. tail: part of the difference to p50 (association, not cause). "
         "longest: requests that have it as longest. TTFT: arrival to end of first sample; TTFC: to "
         "first chunk written; ITL: gaps between a request's tokens, pooled; of ok requests. "
-        "Definitions of all numbers: --json."
+        "All definitions: --json."
     )
 
 
@@ -121,9 +121,8 @@ def _print_latencies(found: "Attribution") -> None:
         print("client: no client spans")
     elif found.client.unmatched:
         print(f"client: {found.client.unmatched:,} client spans have no request in this store")
-    prompt = rate(found.latency.prompt_tokens_per_s, "prompt tokens/s while prefill runs")
-    output = rate(found.latency.output_tokens_per_s, "output tokens/s")
-    print(f"{output} from first arrival to last end; {prompt}")
+    print(f"output: {rate(found.latency.output_tokens_per_s, 'tokens/s')} of wall time")
+    print(f"prompt: {rate(found.latency.prompt_tokens_per_s, 'tokens/s')} of time that prefill ran")
 
 
 def _row(label: str, values: "Distribution") -> tuple[object, ...]:

@@ -18,7 +18,7 @@ EXAMPLES = """\
 examples:
   perfledger collect                                     OTLP on 127.0.0.1:4317 and :4318
   perfledger collect --store /data/ledger --namespace prod
-  OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4317 vllm serve …   a service that sends to it
+  vllm serve MODEL --otlp-traces-endpoint http://127.0.0.1:4317    a service that sends to it
 
 Traces, metrics and logs are taken over gRPC and over HTTP with protobuf. Prompts, answers, log
 bodies and other content are removed before anything is kept. An acknowledged span is on disk

@@ -82,9 +82,10 @@ class ExporterLink:
     def report(self) -> Mapping[str, object]:
         """See Telemetry."""
         counts = self._ring.counts()
+        never_read = 0 if self._running else self._ring.unread
         return {
             "exporter": "running" if self._running else "ended",
-            "dropped": counts.dropped + self._sender.dropped,
+            "dropped": counts.dropped + self._sender.dropped + never_read,
             "exported": counts.exported,
             "export_failed": counts.export_failed,
         }

@@ -22,7 +22,9 @@ arrival exactly, whatever the spans look like; the order of the input rows does 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +93,9 @@ class Members:
     phase: Small
 
 
+Rows = TypeVar("Rows", OwnSpans, Members)
+
+
 @dataclass(frozen=True)
 class Partition:
     """ns per request: columns in the order of STAGE_NAMES and of SUB_STAGE_COLUMNS."""
@@ -108,11 +113,11 @@ class _Work:
     sample_start: Ints
     sample_end: Ints
     end: Ints
-    phase: Small
+    phase: Ints
     engine: Ints
 
-    def columns(self) -> list[NDArray[np.integer]]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+    def columns(self) -> list[Ints]:
+        return [getattr(self, field.name) for field in fields(self)]
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> "_Work":
         return _Work(*(column[rows] for column in self.columns()))
@@ -153,29 +158,21 @@ def partition(
     steps = _repaired(steps)
     spans = _by_request(spans)
     members = once_per_step(members, steps)
-    engines = [_engine(steps, number) for number in range(int(steps.engine.max(initial=-1)) + 1)]
+    engines = _engines(steps)
     stages = np.zeros((len(arrival_ns), len(STAGE_NAMES)), np.int64)
     sub_stages = np.zeros((len(arrival_ns), len(SUB_STAGE_COLUMNS)), np.int64)
     for first, last in _slices(end_ns - arrival_ns, slice_size):
-        span_rows = slice(*np.searchsorted(spans.request, [first, last]))
-        member_rows = slice(*np.searchsorted(members.request, [first, last]))
-        stages[first:last], sub_stages[first:last] = _partition_slice(
-            Timeline.of(arrival_ns[first:last], end_ns[first:last]),
-            OwnSpans(
-                spans.request[span_rows] - first,
-                spans.kind[span_rows],
-                spans.start_ns[span_rows],
-                spans.end_ns[span_rows],
-            ),
-            steps,
-            Members(
-                members.request[member_rows] - first,
-                members.step[member_rows],
-                members.phase[member_rows],
-            ),
-            engines,
-        )
+        line = Timeline.of(arrival_ns[first:last], end_ns[first:last])
+        of_slice = _of_requests(spans, first, last), steps, _of_requests(members, first, last)
+        stages[first:last], sub_stages[first:last] = _partition_slice(line, *of_slice, engines)
     return Partition(stages, sub_stages)
+
+
+def _of_requests(rows: Rows, first: int, last: int) -> Rows:
+    """Return the rows (sorted by request) of some requests, which are numbered from 0 again."""
+    part = slice(*np.searchsorted(rows.request, [first, last]))
+    columns = {field.name: getattr(rows, field.name)[part] for field in fields(rows)}
+    return replace(rows, **{**columns, "request": columns["request"] - first})
 
 
 def _repaired(steps: EngineSteps) -> EngineSteps:
@@ -220,8 +217,15 @@ def _is_once(members: Members, steps: EngineSteps) -> bool:
     return bool((in_order | (request[1:] > request[:-1])).all())
 
 
-def _engine(steps: EngineSteps, number: int) -> _Engine:
-    rows = np.flatnonzero(steps.engine == number)
+def _engines(steps: EngineSteps) -> list[_Engine]:
+    """Return when each engine ran and scheduled, by its number."""
+    order = np.argsort(steps.engine, kind="stable")
+    numbers = np.arange(steps.engine.max(initial=_NO_ENGINE) + 2)
+    first = np.searchsorted(steps.engine[order], numbers)
+    return [_engine(steps, order[begin:end]) for begin, end in pairwise(first)]
+
+
+def _engine(steps: EngineSteps, rows: Ints) -> _Engine:
     end = steps.end_ns[rows]
     return _Engine(
         Coverage.of(steps.schedule_end_ns[rows], end), Coverage.of(steps.start_ns[rows], end)
@@ -262,17 +266,15 @@ def _work(requests: int, spans: OwnSpans, steps: EngineSteps, members: Members) 
     has_steps[members.request] = True
     own = np.flatnonzero((spans.kind < _COMPUTE_KINDS) & ~has_steps[spans.request])
     start, end, kind = spans.start_ns[own], spans.end_ns[own], spans.kind[own]
+    step = members.step
     in_steps = _Work(
         members.request,
-        *(
-            times[members.step]
-            for times in (
-                *(steps.schedule_end_ns, steps.sample_start_ns, steps.sample_end_ns),
-                steps.end_ns,
-            )
-        ),
-        members.phase,
-        steps.engine[members.step],
+        steps.schedule_end_ns[step],
+        steps.sample_start_ns[step],
+        steps.sample_end_ns[step],
+        steps.end_ns[step],
+        members.phase.astype(np.int64),
+        steps.engine[step],
     )
     if not len(own):
         return in_steps
@@ -282,7 +284,7 @@ def _work(requests: int, spans: OwnSpans, steps: EngineSteps, members: Members) 
         np.where(kind == KIND["sample"], start, end),
         end,
         end,
-        np.where(kind == KIND["prefill"], PREFILL, DECODE).astype(np.int8),
+        np.where(kind == KIND["prefill"], PREFILL, DECODE),
         np.full(len(own), _NO_ENGINE),
     )
     work = _Work(*map(np.concatenate, zip(in_steps.columns(), told.columns(), strict=True)))

@@ -71,7 +71,9 @@ def _encoded(values: pa.Array) -> pa.Array:
 def _codes(encoded: pa.Array, null: int) -> Ints:
     """Return the codes of a dictionary array, `null` for null."""
     codes = encoded.indices.to_numpy(zero_copy_only=False)
-    return (np.nan_to_num(codes, nan=null) if encoded.null_count else codes).astype(np.int64)
+    codes = np.nan_to_num(codes, nan=null) if encoded.null_count else codes
+    whole: Ints = codes.astype(np.int64)
+    return whole
 
 
 def _phases(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> NDArray[np.int8]:

@@ -1,6 +1,7 @@
 """`perfledger collect` as a process: SDK clients, signals, kills, restarts and bad arguments."""
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from opentelemetry import trace
@@ -21,6 +23,7 @@ from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (
 )
 from opentelemetry.exporter.otlp.proto.http import Compression, trace_exporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
@@ -39,8 +42,10 @@ from otlp_client import (
     wait_until,
 )
 
+from perfledger.schema.attributes import SPAN_ATTRIBUTES
 from perfledger.schema.store import Store
 
+PROMOTED = [attribute.column for attribute in SPAN_ATTRIBUTES if attribute.column]
 Start = Callable[..., AbstractContextManager[object]]
 
 
@@ -138,6 +143,32 @@ def test_spans_of_the_sdk_arrive_whole(tmp_path: Path, start_collector: Start, k
     assert (request["trace_id"], request["span_id"]) == (trace_id, root_id)
     assert (request["e2e_ns"], request["queue_ns"], request["status"]) == (1_000, 100, "error")
     assert (request["model"], request["output_tokens"], request["version"]) == ("m", 4, 1)
+
+
+def test_what_a_real_vllm_sent_is_stored_span_by_span(
+    tmp_path: Path, start_collector: Start, shared_data: Path
+) -> None:
+    raw = (shared_data / "engines" / "vllm_0.32" / "traces.bin").read_bytes()
+    frames, at = [], 0
+    while at < len(raw):
+        size = int.from_bytes(raw[at : at + 4])
+        frames.append(raw[at + 4 : at + 4 + size])
+        at += 4 + size
+    with start_collector(tmp_path) as collector:
+        assert {call(collector.grpc_port, frame, gzipped=True) for frame in frames} == {b""}
+    sent = [
+        (span.trace_id, span.span_id, span.name, span.start_time_unix_nano, len(span.attributes))
+        for frame in frames
+        for group in ExportTraceServiceRequest.FromString(frame).resource_spans
+        for scoped in group.scope_spans
+        for span in scoped.spans
+    ]
+    spans = stored(collector.store, "spans")
+    promoted = pl.sum_horizontal(pl.col(column).is_not_null() for column in PROMOTED)
+    rows = spans.select(
+        "trace_id", "span_id", "name", "start_ns", pl.col("attributes").list.len() + promoted
+    ).rows()
+    assert sorted(rows) == sorted(sent) and len(rows) == 65
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])
@@ -362,3 +393,20 @@ def test_ctrl_c_ends_with_0_and_says_what_was_received(tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert output.splitlines()[2].split() == ["spans", "1", "1", "0", "0"]
+
+
+def test_on_a_terminal_one_line_says_how_it_goes(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "perfledger", "collect", "--store", str(tmp_path)]
+    command += ["--otlp-grpc", "127.0.0.1:0", "--otlp-http", "127.0.0.1:0"]
+    terminal, end = os.openpty()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end)
+    line = b""
+    while b"requests derived" not in line:
+        line += os.read(terminal, 1000)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    os.close(end)
+    os.close(terminal)
+    assert line.decode().removeprefix("\r\x1b[2K") == (
+        "0 spans received, 0 spans written, 0 spans rejected, 0 requests derived"
+    )

@@ -1,15 +1,12 @@
-"""Requests checked, answers shaped, stops cut, headers read: pure functions, whole values."""
+"""Request bodies checked, answers shaped: whole values."""
 
 import json
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfledger.instrumented_runtime.answer_text import AnswerText, StopFilter
-from perfledger.instrumented_runtime.faults import for_engine, parse_faults
 from perfledger.instrumented_runtime.openai_protocol import (
     CHAT,
     TEXT_COMPLETION,
@@ -18,11 +15,6 @@ from perfledger.instrumented_runtime.openai_protocol import (
     RefusedError,
     Usage,
     parse_request,
-)
-from perfledger.instrumented_runtime.request_trace import (
-    RequestTrace,
-    parse_traceparent,
-    traffic_attributes,
 )
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -321,178 +313,3 @@ def test_chunks_of_a_completion_without_usage() -> None:
 
     stream = shape.opening() + shape.text("a") + shape.closing("length", Usage(3, 2, 0))
     assert events(stream) == [chunk("a", None), chunk("", "length"), "[DONE]"]
-
-
-def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The definition: cut at the stop string that is complete first, of several the longest."""
-    for end in range(1, len(text) + 1):
-        hits = [stop for stop in stops if text[:end].endswith(stop)]
-        if hits:
-            return text[: end - max(map(len, hits))], True
-    return text, False
-
-
-FEW_LETTERS = st.text(alphabet="ab\u00e9", max_size=30)
-
-
-@given(
-    st.lists(FEW_LETTERS, max_size=12),
-    st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), max_size=4),
-)
-def test_stop_strings_cut_the_same_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
-    filter_, out, hit = StopFilter(stops), "", False
-    for piece in pieces:
-        text, hit = filter_.push(piece)
-        out += text
-        if hit:
-            break
-    else:
-        out += filter_.flush()
-    assert (out, hit) == cut("".join(pieces), stops)
-
-
-def test_only_what_may_become_a_stop_string_is_held() -> None:
-    filter_ = StopFilter(["END", "\n\n"])
-    assert [filter_.push(piece) for piece in ("a E", "N", "d\n", "b", "EN", "D c")] == [
-        ("a ", False),
-        ("", False),
-        ("ENd", False),
-        ("\nb", False),
-        ("", False),
-        ("", True),
-    ]
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def push(self, token: int) -> str:
-        return chr(token)
-
-    def flush(self) -> str:
-        return ""
-
-
-def test_tokens_are_counted_up_to_the_hit_and_the_end_token_has_no_text() -> None:
-    text = AnswerText(Letters(), ["bc"])  # type: ignore[arg-type]
-    assert [text.push(ord(letter), None) for letter in "abc"] == [
-        ("a", None),
-        ("", None),
-        ("", "stop"),
-    ]
-    assert text.tokens == 3
-    ended = AnswerText(Letters(), ["bc"])  # type: ignore[arg-type]
-    assert [ended.push(98, None), ended.push(0, "stop")] == [("", None), ("b", "stop")]
-    full = AnswerText(Letters(), ())  # type: ignore[arg-type]
-    assert [full.push(98, "length"), full.tokens] == [("b", "length"), 1]
-
-
-def test_faults() -> None:
-    faults = parse_faults("template=50ms, decode=1s,queue=7us", True)
-    assert faults == {"template": 50_000_000, "decode": 1_000_000_000, "queue": 7_000}
-    assert for_engine(faults) == {"decode": 1_000_000_000, "queue": 7_000}
-    assert parse_faults(None, False) == {}
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "",
-        "decode",
-        "decode=5",
-        "decode=-5ms",
-        "sleep=5ms",
-        "decode=5ms,decode=6ms",
-        "decode=11s",
-        "decode=5ms;",
-        "x" * 300,
-    ],
-)
-def test_bad_faults_are_refused(header: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        parse_faults(header, True)
-    assert (caught.value.code, caught.value.param) == ("invalid_header", "x-perfledger-fault")
-
-
-def test_faults_are_off_by_default() -> None:
-    with pytest.raises(RefusedError, match="--allow-faults"):
-        parse_faults("decode=5ms", False)
-
-
-PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-def test_traceparent() -> None:
-    ids = (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
-    assert parse_traceparent(PARENT) == ids
-    assert parse_traceparent("cc" + PARENT[2:] + "-more") == ids
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        None,
-        "",
-        PARENT.upper(),
-        PARENT + "-more",
-        "ff" + PARENT[2:],
-        PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32),
-        PARENT.replace("b7ad6b7169203331", "0" * 16),
-        PARENT[:-3],
-        PARENT + "\n",
-    ],
-)
-def test_invalid_traceparents_are_ignored(header: str | None) -> None:
-    assert parse_traceparent(header) is None
-
-
-def test_a_trace_continues_the_callers() -> None:
-    headers = [(b"traceparent", PARENT.encode()), (b"X-Request-ID", b"mine")]
-    record = (trace := RequestTrace(7, "chat", headers, 1000)).record()
-    assert trace.request_id == "mine"
-    assert re.fullmatch(r"00-0af7651916cd43dd8448eb211c80319c-[0-9a-f]{16}-01", trace.traceparent)
-    assert (record.request, record.name, record.start_ns) == (7, "chat", 1000)
-    assert (record.trace_id, record.parent_span_id) == parse_traceparent(PARENT)
-    assert f"{record.span_id:016x}" == trace.traceparent.split("-")[2]
-
-
-def test_a_trace_of_its_own() -> None:
-    headers = [(b"traceparent", PARENT.encode())] * 2 + [(b"x-request-id", b"a b")]
-    trace = RequestTrace(7, "chat", headers, 1000)
-    assert trace.record().parent_span_id is None
-    assert re.fullmatch(r"req-[0-9a-f]{32}", trace.request_id)
-
-
-def test_traffic_headers() -> None:
-    assert traffic_attributes(
-        {
-            "x-perfledger-tenant": "acme",
-            "x-perfledger-class": "batch",
-            "x-perfledger-session": "s:1/2",
-            "x-perfledger-deadline-ms": "1500",
-        }
-    ) == {
-        "perfledger.tenant": "acme",
-        "perfledger.class": "batch",
-        "perfledger.session": "s:1/2",
-        "perfledger.deadline_ms": 1500,
-    }
-    assert traffic_attributes({}) == {}
-
-
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
-        ("x-perfledger-tenant", ""),
-        ("x-perfledger-tenant", "a" * 129),
-        ("x-perfledger-class", "two words"),
-        ("x-perfledger-deadline-ms", "-5"),
-        ("x-perfledger-deadline-ms", "0"),
-        ("x-perfledger-deadline-ms", "soon"),
-        ("x-perfledger-deadline-ms", "\u0665"),
-    ],
-)
-def test_bad_traffic_headers_are_refused_by_name(header: str, value: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        traffic_attributes({header: value})
-    assert (caught.value.code, caught.value.param) == ("invalid_header", header)

@@ -219,15 +219,19 @@ def test_ctrl_c_to_the_whole_process_group_ends_it_clean(tmp_path: Path) -> None
     command = [sys.executable, "-P", "-m", "perfledger", "serve", "--model", "reference-small"]
     command += ["--port", "0", "--threads", "1", "--no-telemetry"]
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    text = lambda: (tmp_path / "log").read_text()  # noqa: E731
+
+    def lines() -> list[str]:
+        assert process.poll() is None or process.returncode == 0, (tmp_path / "log").read_text()
+        return (tmp_path / "log").read_text().splitlines()
+
     try:
-        wait_for(lambda: "API        " in text(), 120)
+        wait_for(lambda: any(line.startswith("API") for line in lines()), 120)
         children = family(process)
         os.killpg(process.pid, signal.SIGINT)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == 0, text()
+        process.wait(30)
         wait_for(lambda: gone(children))
-        assert text().splitlines()[-2:] == ["stopping", "stopped"]
+        assert lines()[-2:] == ["stopping", "stopped"]
     finally:
         process.kill()
 
@@ -268,8 +272,8 @@ def test_what_a_dead_child_takes_with_it(tmp_path: Path, start_runtime: Any) -> 
         child(runtime, 0).kill()
         wait_for(lambda: health(runtime)[1]["telemetry"]["exporter"] == "ended")
         assert [complete(runtime), complete(runtime)] == [200, 200]
-        status, report = health(runtime)
-        assert (status, report["status"], report["telemetry"]["dropped"]) == (200, "ok", 2)
+        status, report = health(runtime)  # each: its own record and 6 of the engine
+        assert (status, report["status"], report["telemetry"]["dropped"]) == (200, "ok", 14)
 
         stream = start_stream(runtime)
         child(runtime, 0).kill()  # the engine: the exporter is gone

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfledger.schema.errors import NoDataError, UsageError
-from perfledger.schema.store import Store, id_conflicts
+from perfledger.schema.store import Store, id_conflicts, written_ns
 from perfledger.schema.tables import REQUESTS, SPANS, TABLES
 
 ROW: dict[str, object] = {
@@ -87,6 +87,24 @@ def test_a_table_without_files_has_its_columns_and_no_rows(tmp_path: Path, table
 def test_asking_an_empty_store_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(NoDataError, match="perfledger collect"):
         Store.at(str(tmp_path)).require("spans")
+
+
+def test_files_are_found_by_when_they_were_written(tmp_path: Path) -> None:
+    store = Store.at(str(tmp_path))
+    old, new = store.write("spans", spans({})), store.write("spans", spans({"name": "new"}))
+    assert store.files("spans", written_ns(new)) == [new]
+    assert store.scan("spans", written_ns(new)).collect()["name"].to_list() == ["new"]
+    assert store.files("spans", written_ns(old)) == store.files("spans") == [old, new]
+    assert store.files("spans", written_ns(new) + 1) == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_at_the_start(tmp_path: Path) -> None:
+    store = Store.at(str(tmp_path / "new"))
+    store.prepare()
+    assert list((tmp_path / "new" / "default").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to the store: Not a directory"):
+        Store.at(str(tmp_path / "file")).prepare()
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "http://x"])

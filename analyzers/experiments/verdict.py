@@ -126,7 +126,7 @@ def _evidence(
 
 
 def _repeats(values: Sequence[float]) -> bool:
-    return (max(values) - min(values)) / min(values) <= COUNT_TOLERANCE
+    return len(values) > 1 and (max(values) - min(values)) / min(values) <= COUNT_TOLERANCE
 
 
 def _role(
@@ -236,6 +236,8 @@ def _would_decide(
 ) -> list[str]:
     if hypothesis is None:
         return ["a hypothesis about this variable, written before the next rerun"]
+    if any(row.role == "manipulation" and row.result == "against" for row in evidence):
+        return [f"levels or a workload with which {hypothesis.manipulation.metric} changes"]
     found = []
     if pairs < MINIMUM_PAIRS:
         found.append(f"{MINIMUM_PAIRS} pairs or more that count; {pairs} did, {excluded} did not")
@@ -247,8 +249,6 @@ def _would_decide(
             found.append(f"{row.metric.name}: {need if gate is None else 'a quieter machine'}")
         elif row.result == "moved":
             found.append(f"{row.metric.name}: what else changed with the variable")
-        elif row.role == "manipulation" and row.result == "against":
-            found.append(f"{row.metric.name}: a workload that fills the slots, or other levels")
     return found
 
 

@@ -1,28 +1,20 @@
 """The reference checkpoints: small Llamas with random weights, the same on every machine.
 
-They compute what a real model of their shape computes; only their words mean nothing. Two choices
-make them fit for measuring: queries and keys are large, so that heads look at few places and
-greedy answers vary instead of repeating a word; and the embedding of the token that ends a turn is
-zero, so that greedy answers end by their length alone.
+They compute what a real model of their shape computes; only their words mean nothing.
 """
 
 import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perfledger.instrumented_runtime.checkpoints.cache import made_once
-from perfledger.instrumented_runtime.checkpoints.config import parse_config
 from perfledger.instrumented_runtime.checkpoints.train_tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZER_FILE,
     VOCAB_SIZE,
 )
-from perfledger.instrumented_runtime.checkpoints.weights import expected_shapes
-
-if TYPE_CHECKING:  # the API process looks for a checkpoint too, and needs no torch
-    from torch import Tensor
 
 SEED = 20_261_130
 PAD, BOS, EOS = range(len(SPECIAL_TOKENS))
@@ -36,8 +28,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "reference": {"hidden_size": 512, "intermediate_size": 1216, "num_hidden_layers": 8},
     "reference-small": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3},
 }
-EMBEDDING_STD = 0.05
-QUERY_KEY_GAIN = 2.0
+WEIGHTS_VERSION = 1  # of random_weights.py: a change there must count it up
 
 
 def make_reference(name: str) -> Path:
@@ -46,49 +37,23 @@ def make_reference(name: str) -> Path:
     recipe = {
         "config": config,
         "seed": SEED,
-        "embedding_std": EMBEDDING_STD,
-        "query_key_gain": QUERY_KEY_GAIN,
         "chat_template": CHAT_TEMPLATE,
         "tokenizer": hashlib.sha256(TOKENIZER_FILE.read_bytes()).hexdigest(),
-        "version": 1,  # of how `random_weights` uses all this
+        "weights": WEIGHTS_VERSION,
     }
 
     def make(folder: Path) -> None:
+        # Here, so that a process that only looks the folder up does not load torch.
         from safetensors.torch import save_file
 
-        save_file(random_weights(config), folder / "model.safetensors", {"format": "pt"})
+        from perfledger.instrumented_runtime.checkpoints.random_weights import random_weights
+
+        save_file(random_weights(config, SEED), folder / "model.safetensors", {"format": "pt"})
         shutil.copyfile(TOKENIZER_FILE, folder / "tokenizer.json")
         for file, content in _json_files(config).items():
             (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
     return made_once(name, recipe, make)
-
-
-def random_weights(config: dict[str, Any]) -> "dict[str, Tensor]":
-    """Return seeded weights for a config.json, in float32.
-
-    Norms are one. Other matrices keep the variance of their input (standard deviation
-    1 / sqrt(inputs)), but for the two choices above and for the embeddings, which are small beside
-    what the layers add to them.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(SEED)
-    weights = {}
-    for name, shape in expected_shapes(parse_config(config)).items():
-        if len(shape) == 1:
-            weights[name] = torch.ones(shape)
-        else:
-            weights[name] = torch.randn(shape, generator=generator) * _std(name, shape[1])
-    weights["model.embed_tokens.weight"][EOS] = 0.0
-    return weights
-
-
-def _std(name: str, inputs: int) -> float:
-    if name == "model.embed_tokens.weight":
-        return EMBEDDING_STD
-    gain = QUERY_KEY_GAIN if "q_proj" in name or "k_proj" in name else 1.0
-    return float(gain * inputs**-0.5)
 
 
 def _config(name: str) -> dict[str, Any]:

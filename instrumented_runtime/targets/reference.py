@@ -35,6 +35,16 @@ PACKAGES = (
     "uvicorn",
     "opentelemetry-sdk",
 )
+# What of a checkout can run.
+CODE = (
+    "analyzers",
+    "cli",
+    "collectors",
+    "dashboards",
+    "instrumented_runtime",
+    "schema",
+    "pyproject.toml",
+)
 # Manifest field of each option in /health; the others go into runtime.options.
 OPTION_FIELDS = {
     "max_num_seqs": "runtime.max_num_seqs",
@@ -189,15 +199,16 @@ def _facts(
 
 
 def source_facts(root: Path) -> dict[str, Value]:
-    """Return commit and uncommitted changes of the checkout at `root`.
+    """Return commit and uncommitted changes to the code of the checkout at `root`.
 
-    Both are empty where it is none (an installed package), unknown where git does not say.
+    Both are empty where it is none (an installed package), unknown where git does not say. Edits
+    to tests, documents and results change nothing that runs, and do not count.
     """
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return {"runtime.commit": "", "runtime.changes": ""}
     commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain")
-    difference = _git(root, "diff", "HEAD")
+    status = _git(root, "status", "--porcelain", "--", *CODE)
+    difference = _git(root, "diff", "HEAD", "--", *CODE)
     if commit is None or status is None or difference is None:
         return {"runtime.commit": None, "runtime.changes": None}
     changes = hashlib.sha256((status + difference).encode()).hexdigest()
