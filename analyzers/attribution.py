@@ -14,7 +14,7 @@ from perfledger.analyzers.client_view import ClientView, client_view
 from perfledger.analyzers.completeness import Completeness, completeness
 from perfledger.analyzers.latency import Latency, latency
 from perfledger.analyzers.ledger import Selection
-from perfledger.schema.derive import rows_of, times_of
+from perfledger.schema.derive import rows_of, split_of, times_of
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 
 BANDS: Mapping[str, tuple[int, int]] = {"p50": (45, 55), "p95": (95, 100), "p99": (99, 100)}
@@ -65,7 +65,8 @@ def attribute(selection: Selection) -> Attribution:
     """Attribute the time of the selected requests. Raises NoDataError where there are none."""
     traces = selection.traces()
     times = times_of(traces)
-    requests = rows_of(traces, times, received_ns=0)
+    split = split_of(traces, times)
+    requests = rows_of(traces, times, split, received_ns=0)
     statuses = requests["status"].unique().sort().to_list()
     by_status = {s: _counts(requests.filter(pl.col("status") == s)["longest"]) for s in statuses}
     return Attribution(
@@ -75,7 +76,7 @@ def attribute(selection: Selection) -> Attribution:
         longest_of_requests=_counts(requests["longest"]),
         longest_by_status=by_status,
         bands=bands(requests),
-        latency=latency(traces, times, requests),
+        latency=latency(traces, times, split, requests),
         client=client_view(selection, traces, requests),
         completeness=completeness(selection, traces, requests),
     )
@@ -84,7 +85,8 @@ def attribute(selection: Selection) -> Attribution:
 def attribute_requests(selection: Selection) -> tuple[pl.DataFrame, Completeness]:
     """Return only the rows, as of the table `requests`, and what is missing behind them."""
     traces = selection.traces()
-    requests = rows_of(traces, times_of(traces), received_ns=0)
+    times = times_of(traces)
+    requests = rows_of(traces, times, split_of(traces, times), received_ns=0)
     return requests, completeness(selection, traces, requests)
 
 

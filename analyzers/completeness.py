@@ -9,7 +9,9 @@ import pyarrow as pa
 
 from perfledger.analyzers.ledger import Selection
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition import KIND
+from perfledger.schema.partition_input import (
+    KIND,
+)
 from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.span_ids import SpanIds, SpanIndex, may_be_repeated
 from perfledger.schema.stages import STAGE_COLUMNS, SUB_STAGE_COLUMNS

@@ -12,7 +12,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from perfledger.schema.intervals import Coverage, Ints
-from perfledger.schema.partition import DECODE, Members, partition
+from perfledger.schema.partition import Partition
+from perfledger.schema.partition_input import (
+    DECODE,
+)
 from perfledger.schema.quantiles import quantiles
 from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.stages import STAGE_NAMES
@@ -59,16 +62,18 @@ class Latency:
     output_tokens_per_s: float | None
 
 
-def latency(traces: RequestTraces, times: TokenTimes, requests: pl.DataFrame) -> Latency:
+def latency(
+    traces: RequestTraces, times: TokenTimes, split: Partition, requests: pl.DataFrame
+) -> Latency:
     """Return the latencies and rates of gathered requests and their `requests` rows."""
     ok = (requests["status"] == "ok").to_numpy()
-    split, tail = _ttft_split(traces, times, ok)
+    ttft, tail = _ttft_stages(split.until[ok & (times.first_ns < NEVER)])
     return Latency(
         ttft_ns=distribution(_told(requests, "ttft_ns", ok)),
         ttfc_ns=distribution(_told(requests, "ttfc_ns", ok)),
         e2e_ns=distribution(_told(requests, "e2e_ns", ok)),
         itl_ns=distribution(token_gaps(times, ok)),
-        ttft_stages_ns=split,
+        ttft_stages_ns=ttft,
         ttft_tail_stages_ns=tail,
         prompt_tokens_per_s=_prompt_rate(traces),
         output_tokens_per_s=_output_rate(requests),
@@ -89,38 +94,11 @@ def token_gaps(times: TokenTimes, wanted: NDArray[np.bool_]) -> Ints:
     return gaps
 
 
-def ttft_stages(traces: RequestTraces, times: TokenTimes) -> Ints:
-    """Return the partition of arrival to first sample of each request, in ns per stage.
-
-    Rows of requests without a sample are the partition of their whole time.
-    """
-    arrival, end = traces.roots["start_ns"].to_numpy(), traces.roots["end_ns"].to_numpy()
-    end = np.minimum(end, times.first_ns)
-    members = _until(end, traces)
-    return partition(arrival, end, traces.spans, traces.steps, members).stages
-
-
-def _until(end_ns: Ints, traces: RequestTraces) -> Members:
-    """Leave out what cannot matter before `end_ns`: all later members of a request but the last.
-
-    The last one is kept as it tells that sampling went on.
-    """
-    members = traces.members
-    keep = traces.steps.schedule_end_ns[members.step] < end_ns[members.request]
-    keep[:-1] |= members.request[1:] != members.request[:-1]
-    keep[-1:] = True
-    return Members(members.request[keep], members.step[keep], members.phase[keep])
-
-
-def _ttft_split(
-    traces: RequestTraces, times: TokenTimes, ok: NDArray[np.bool_]
-) -> tuple[dict[str, float] | None, dict[str, float] | None]:
-    rows = np.flatnonzero(ok & (times.first_ns < NEVER))
-    if not len(rows):
+def _ttft_stages(stages: Ints) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+    """Return the mean stages up to the first sample, of all and of the slowest."""
+    if not len(stages):
         return None, None
-    stages = ttft_stages(traces, times)[rows]
-    ttft = stages.sum(axis=1)
-    slow = np.argsort(ttft, kind="stable")[int(len(ttft) * TAIL) :]
+    slow = np.argsort(stages.sum(axis=1), kind="stable")[int(len(stages) * TAIL) :]
     return _means(stages), _means(stages[slow])
 
 

@@ -1,7 +1,7 @@
 """What the engine writes into the ring: integers only, one record a step and few beside it."""
 
-import time
 from collections.abc import Callable
+from time import process_time_ns
 
 from perfledger.instrumented_runtime.records import (
     ADMIT,
@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, write: Callable[[int, tuple[int, ...]], None]) -> None:
         self._write = write
-        self._cpu_ns = time.process_time_ns()
+        self._cpu_ns = process_time_ns()
 
     def admit(self, one: Sequence, seq: int, queue_end_ns: int, context_end_ns: int) -> None:
         """A sequence enters the batch, with nothing cached (there is no prefix cache yet)."""
@@ -58,9 +58,9 @@ class Recorder:
     ) -> None:
         """Step `seq` ended. `times_ns` are start, end of scheduling, start and end of sampling,
         end; `counts` are requests waiting, KV blocks used and KV blocks in all."""
-        prefill_tokens = sum(chunk.tokens for chunk in plan.chunks) if plan.chunks else 0
-        decodes, cpu_ns = len(plan.decodes), time.process_time_ns()
-        batch = (decodes + len(plan.chunks), prefill_tokens, decodes)
+        chunks, decodes, cpu_ns = plan.chunks, len(plan.decodes), process_time_ns()
+        prefills = sum([chunk.tokens for chunk in chunks]) if chunks else 0
+        batch = (decodes + len(chunks), prefills, decodes)
         self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns - self._cpu_ns))
         self._cpu_ns = cpu_ns
 

@@ -8,9 +8,8 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from perfledger.instrumented_runtime.api import Service, build_app
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.child_processes import end, spawn_engine
 from perfledger.instrumented_runtime.engine_link import FAILED, EngineLink
@@ -32,6 +31,9 @@ from perfledger.instrumented_runtime.scheduler import limits_of
 from perfledger.instrumented_runtime.telemetry import AttributeValue, EngineRecord
 from perfledger.instrumented_runtime.tokenizer import Tokenizer
 from perfledger.schema.errors import PerfledgerError
+
+if TYPE_CHECKING:
+    from perfledger.instrumented_runtime.api import Service
 
 FINISH_S = 3.0  # for requests in flight after a signal, before they are aborted
 ENGINE_STOP_S = 5.0
@@ -87,6 +89,9 @@ class Runtime:
         self._engine, connection = spawn_engine(
             self._options, self._checkpoint, self._telemetry.ring_name
         )
+        # FastAPI takes most of a second to import: meanwhile the engine is loading.
+        from perfledger.instrumented_runtime.api import build_app
+
         self._link = EngineLink(connection, self._engine_changed)
         try:
             self._link.start()
@@ -99,7 +104,9 @@ class Runtime:
             await asyncio.to_thread(end, self._engine, ENGINE_STOP_S)
             connection.close()
 
-    def _service(self) -> Service:
+    def _service(self) -> "Service":
+        from perfledger.instrumented_runtime.api import Service
+
         name = model_name(self._options.model)
         return Service(
             model=name,

@@ -10,7 +10,10 @@ import pyarrow as pa
 from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
 from perfledger.schema.columns import Table
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition import KIND, partition
+from perfledger.schema.partition import Partition, partition
+from perfledger.schema.partition_input import (
+    KIND,
+)
 from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, gather
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 from perfledger.schema.tables import REQUESTS, STEPS
@@ -90,7 +93,8 @@ def request_rows(
     """
     members = [steps["members"].rechunk().to_arrow()]
     traces = gather(spans.lazy(), steps.select(STEP_COLUMNS), members)
-    return rows_of(traces, times_of(traces), received_ns=received_ns, version=version)
+    times = times_of(traces)
+    return rows_of(traces, times, split_of(traces, times), received_ns=received_ns, version=version)
 
 
 def times_of(traces: RequestTraces) -> TokenTimes:
@@ -102,14 +106,25 @@ def times_of(traces: RequestTraces) -> TokenTimes:
     return token_times(own_sample, told, traces.steps, traces.sampling, traces.members)
 
 
+def split_of(traces: RequestTraces, times: TokenTimes) -> Partition:
+    """Return the partition of the requests' time, and of their time until the first sample."""
+    arrival, end = traces.roots["start_ns"].to_numpy(), traces.roots["end_ns"].to_numpy()
+    until = times.first_ns
+    return partition(arrival, end, traces.spans, traces.steps, traces.members, until_ns=until)
+
+
 def rows_of(
-    traces: RequestTraces, times: TokenTimes, *, received_ns: int, version: int = 1
+    traces: RequestTraces,
+    times: TokenTimes,
+    split: Partition,
+    *,
+    received_ns: int,
+    version: int = 1,
 ) -> pl.DataFrame:
     """Return the `requests` rows of gathered traces, in their order."""
     roots = traces.roots
-    arrival, end = roots["start_ns"].to_numpy(), roots["end_ns"].to_numpy()
-    end = np.maximum(arrival, end)
-    split = partition(arrival, end, traces.spans, traces.steps, traces.members)
+    arrival = roots["start_ns"].to_numpy()
+    end = np.maximum(arrival, roots["end_ns"].to_numpy())
     first = np.clip(times.first_ns, arrival, end) - arrival
     steps = np.bincount(traces.members.request, minlength=len(roots))
     longest = pl.Series(STAGE_NAMES).gather(split.stages.argmax(axis=1))
@@ -152,9 +167,9 @@ def _token_lists(requests: int, times: TokenTimes) -> pl.Series:
     """Return one list of token times a request; null where nothing tells of any token."""
     counts = np.bincount(times.request, minlength=requests)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    lists = pa.LargeListArray.from_arrays(offsets, pa.array(times.time_ns))
-    series = pl.Series(pl.from_arrow(lists))
-    return series.set(pl.Series(counts == 0), None)
+    null = np.append(counts == 0, False)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets, mask=null), pa.array(times.time_ns))
+    return pl.DataFrame(pa.table({"times": lists}))["times"]
 
 
 def _known(values: Ints, known: np.ndarray) -> pl.Series:

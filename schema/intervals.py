@@ -49,6 +49,10 @@ class Pieces:
     end: Ints
     rank: Ints
 
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "Pieces":
+        """Return some of the pieces."""
+        return Pieces(self.start[rows], self.end[rows], self.rank[rows])
+
 
 def first_match(start: Ints, end: Ints, rank: Ints) -> Pieces:
     """Cut the intervals into disjoint pieces; where several cover an instant, the lowest rank wins.

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from perfledger.schema.attributes import REQUEST_ROOTS
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition import KIND, EngineSteps, Members, OwnSpans, once_per_step
+from perfledger.schema.partition_input import (
+    KIND,
+    EngineSteps,
+    Members,
+    OwnSpans,
+    once_per_step,
+)
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.step_members import find_members
 

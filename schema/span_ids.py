@@ -25,12 +25,13 @@ class SpanIds:
     @classmethod
     def of(cls, trace_id: pl.Series, span_id: pl.Series) -> "SpanIds":
         """Take two binary columns, of 16 and of 8 bytes."""
-        rows = np.arange(len(span_id))
-        return cls.of_pairs(trace_id.rechunk().to_arrow(), rows, span_id.rechunk().to_arrow(), rows)
+        everything = slice(len(span_id))
+        trace_ids, span_ids = trace_id.rechunk().to_arrow(), span_id.rechunk().to_arrow()
+        return cls.of_pairs(trace_ids, everything, span_ids, everything)
 
     @classmethod
     def of_pairs(
-        cls, trace_id: pa.Array, trace_row: Ints, span_id: pa.Array, span_row: Ints
+        cls, trace_id: pa.Array, trace_row: Ints | slice, span_id: pa.Array, span_row: Ints | slice
     ) -> "SpanIds":
         """Take ids from binary arrays by row; the row behind the last one is no id."""
         trace, trace_valid = _words(trace_id, 2)
@@ -129,10 +130,10 @@ def _words(ids: pa.Array, words: int) -> tuple[Words, NDArray[np.bool_]]:
     data = np.frombuffer(values or b"", np.uint8)
     found = np.zeros((len(ids) + 1, words), np.uint64)
     if valid.all():  # rows of equal length lie back to back
-        flat = data[offset[0] : offset[-1]]
+        found[:-1] = data[offset[0] : offset[-1]].view(np.uint64).reshape(-1, words)
     else:
         flat = data[offset[:-1][valid][:, None] + np.arange(width)].ravel()
-    found[:-1][valid] = flat.view(np.uint64).reshape(-1, words)
+        found[:-1][valid] = flat.view(np.uint64).reshape(-1, words)
     return found, np.append(valid, False)
 
 

@@ -2,10 +2,10 @@
 
 The rules are in partition.py; this is how they are applied to many requests at once. The times of
 all requests are laid on one axis. First the time in which an engine worked on a request is summed
-(rule 1), then the pieces of everything else, without what of them an engine worked.
+(rule 1), then the pieces of everything else, less what of them an engine worked.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,68 @@ _NO_ENGINE = -1
 
 
 @dataclass(frozen=True)
+class Engine:
+    """When an engine ran steps, and when it ran or scheduled them. Wall ns."""
+
+    running: Coverage
+    active: Coverage
+
+
+@dataclass(frozen=True)
+class Sums:
+    """ns per request and class: of its whole time, and of its time before an instant (`cut`)."""
+
+    whole: Ints
+    before: Ints
+    cut: Ints
+
+    @classmethod
+    def of(cls, line: Timeline, until_ns: Ints) -> "Sums":
+        """Start from nothing; `until_ns` is a wall time of each request."""
+        requests = np.arange(len(line.start))
+        whole, before = (np.zeros((len(requests), len(CLASSES)), np.int64) for _ in range(2))
+        return cls(whole, before, line.at(requests, until_ns))
+
+    def add(self, pieces: Pieces, request: Ints, covered: Coverage | None = None) -> None:
+        """Add pieces of these requests, less what is covered of them."""
+        self._add(self.whole, pieces, request, covered)
+        early = np.flatnonzero(pieces.start < self.cut[request])
+        end = np.minimum(pieces.end[early], self.cut[request[early]])
+        before = replace(pieces.take(early), end=end)
+        self._add(self.before, before, request[early], covered)
+
+    def _add(self, sums: Ints, pieces: Pieces, request: Ints, covered: Coverage | None) -> None:
+        length = pieces.end - pieces.start
+        if covered is not None:
+            length -= covered.within(pieces.start, pieces.end)
+        _add(sums, request, pieces.rank, length)
+
+    def add_in_turn(self, work: "_Work") -> None:
+        """Add work that does not overlap."""
+        _add_in_turn(self.whole, work)
+        early = np.flatnonzero(work.start < self.cut[work.request])
+        before = work.take(early)
+        cut = self.cut[before.request]
+        names = ("sample_start", "sample_end", "end")
+        clipped = {name: np.minimum(getattr(before, name), cut) for name in names}
+        _add_in_turn(self.before, replace(before, **clipped))
+
+    def add_rest(self, line: Timeline) -> None:
+        """Give all other time to the class `unattributed`."""
+        rest = CLASS["unattributed"]
+        self.whole[:, rest] = line.end - line.start - self.whole.sum(axis=1)
+        self.before[:, rest] = self.cut - line.offset - self.before.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class GapShares:
+    """ns of each request's host gaps: its engine ran steps without it, or scheduled."""
+
+    other_step: Ints
+    schedule: Ints
+
+
+@dataclass(frozen=True)
 class _Work:
     """Intervals in which an engine worked on a request, sorted by request, then start."""
 
@@ -50,33 +112,52 @@ class _Work:
     def columns(self) -> list[Ints]:
         return [getattr(self, field.name) for field in fields(self)]
 
-    def take(self, rows: Ints | NDArray[np.bool_]) -> "_Work":
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "_Work":
         return _Work(*(column[rows] for column in self.columns()))
 
 
 @dataclass(frozen=True)
-class _AtWork:
-    """Sums of classes so far, when engines worked, whose work overlaps, its first step's engine."""
+class _Worked:
+    """When engines worked on requests; of each the first start, the last end, the first engine.
 
-    totals: Ints
+    `tangled`: whether its work overlaps or ran on several engines.
+    """
+
     cover: Coverage
-    tangled: NDArray[np.bool_]
+    first: Ints
+    last: Ints
     engine: Ints
+    tangled: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """When an engine ran steps, and when it ran or scheduled them."""
-
-    running: Coverage
-    active: Coverage
+def stage_time(
+    line: Timeline,
+    until_ns: Ints,
+    spans: OwnSpans,
+    steps: EngineSteps,
+    members: Members,
+    engines: list[Engine],
+) -> tuple[Sums, GapShares]:
+    """Sum the classes of time of the requests of `line`; rows are sorted by request."""
+    sums = Sums.of(line, until_ns)
+    work = _work(len(line.start), spans, steps, members)
+    worked = _add_work(sums, line, work)
+    pieces = _between(line, spans, work)
+    request = line.index(pieces.start)
+    # Most pieces lie before or after all work, where there is nothing to look up.
+    amid = (pieces.end > worked.first[request]) & (pieces.start < worked.last[request])
+    sums.add(pieces.take(~amid), request[~amid])
+    sums.add(pieces.take(amid), request[amid], worked.cover)
+    sums.add_rest(line)
+    gap = pieces.rank == CLASS["host_gap"]
+    return sums, _gap_shares(line, pieces.start[gap], pieces.end[gap], worked, engines)
 
 
 def _work(requests: int, spans: OwnSpans, steps: EngineSteps, members: Members) -> _Work:
     """Return the work on each request: its steps, or its own spans where no step is known."""
     has_steps = np.zeros(requests, np.bool_)
     has_steps[members.request] = True
-    own = np.flatnonzero((spans.kind < _COMPUTE_KINDS) & ~has_steps[spans.request])
+    own = np.flatnonzero((spans.kind < COMPUTE_KINDS) & ~has_steps[spans.request])
     start, end, kind = spans.start_ns[own], spans.end_ns[own], spans.kind[own]
     step = members.step
     in_steps = _Work(
@@ -103,44 +184,54 @@ def _work(requests: int, spans: OwnSpans, steps: EngineSteps, members: Members) 
     return work.take(np.lexsort((work.start, work.request)))
 
 
-def _at_work(line: Timeline, work: _Work) -> _AtWork:
-    """Sum the classes of work.
+def _add_work(sums: Sums, line: Timeline, work: _Work) -> _Worked:
+    """Add the time in which engines worked.
 
     Almost always the steps of a request follow each other, and lengths just add up. Only where
     they overlap, or where they ran on several engines, is it worth while to cut them up.
     """
-    totals = np.zeros((len(line.start), len(_CLASSES)), np.int64)
     start, end = line.at(work.request, work.start), line.at(work.request, work.end)
     inside = end > start
     if not inside.all():
         work, start, end = work.take(inside), start[inside], end[inside]
     sample_start = line.at(work.request, work.sample_start)
     sample_end = line.at(work.request, work.sample_end)
-    overlap = (start[1:] < end[:-1]) | (
-        (work.request[1:] == work.request[:-1]) & (work.engine[1:] != work.engine[:-1])
-    )
-    tangled = np.zeros(len(line.start), np.bool_)
-    tangled[work.request[1:][overlap]] = True
-    engine = np.full(len(line.start), _NO_ENGINE)
-    engine[work.request[::-1]] = work.engine[::-1]  # the last to be set is its first step's
+    placed = replace(work, start=start, sample_start=sample_start, sample_end=sample_end, end=end)
+    first, last, engine = (np.full(len(line.start), _NO_ENGINE) for _ in range(3))
+    first[work.request[::-1]] = start[::-1]  # the last to be set is the first in time
+    engine[work.request[::-1]] = work.engine[::-1]
+    np.maximum.at(last, work.request, end)
+    tangled = _tangled(placed, len(line.start))
 
-    tidy = ~tangled[work.request]
-    sampling = sample_end - sample_start
-    rest = end - start - sampling
-    _add(totals, work.request[tidy], work.phase[tidy], rest[tidy])
-    _add(totals, work.request[tidy], np.full(tidy.sum(), _CLASS["sample"]), sampling[tidy])
-    if tidy.all():
-        return _AtWork(totals, Coverage(start, end), tangled, engine)
-    pieces = first_match(
-        np.concatenate([start[~tidy], sample_start[~tidy]]),
-        np.concatenate([end[~tidy], sample_end[~tidy]]),
-        np.concatenate([work.phase[~tidy], np.full((~tidy).sum(), _CLASS["sample"])]),
-    )
-    _add(totals, line.index(pieces.start), pieces.rank, pieces.end - pieces.start)
-    start = np.concatenate([start[tidy], pieces.start])
+    odd = tangled[work.request]
+    if not odd.any():
+        sums.add_in_turn(placed)
+        return _Worked(Coverage(start, end), first, last, engine, tangled)
+    tidy = placed.take(~odd)
+    sums.add_in_turn(tidy)
+    pieces = _cut_up(placed.take(odd))
+    sums.add(pieces, line.index(pieces.start))
+    start = np.concatenate([tidy.start, pieces.start])
     order = np.argsort(start)
-    cover = Coverage(start[order], np.concatenate([end[tidy], pieces.end])[order])
-    return _AtWork(totals, cover, tangled, engine)
+    end = np.concatenate([tidy.end, pieces.end])
+    return _Worked(Coverage(start[order], end[order]), first, last, engine, tangled)
+
+
+def _tangled(work: _Work, requests: int) -> NDArray[np.bool_]:
+    """Return which requests have work that overlaps or that ran on several engines."""
+    same = work.request[1:] == work.request[:-1]
+    moved = same & (work.engine[1:] != work.engine[:-1])
+    tangled = np.zeros(requests, np.bool_)
+    tangled[work.request[1:][moved | (work.start[1:] < work.end[:-1])]] = True
+    return tangled
+
+
+def _cut_up(work: _Work) -> Pieces:
+    return first_match(
+        np.concatenate([work.start, work.sample_start]),
+        np.concatenate([work.end, work.sample_end]),
+        np.concatenate([work.phase, np.full(len(work.request), CLASS["sample"])]),
+    )
 
 
 def _between(line: Timeline, spans: OwnSpans, work: _Work) -> Pieces:
@@ -153,7 +244,7 @@ def _between(line: Timeline, spans: OwnSpans, work: _Work) -> Pieces:
     np.minimum.at(admission, spans.request[context], spans.end_ns[context])
     admission = np.where(admission < _NEVER, admission, first_work)
 
-    waits = np.flatnonzero(spans.kind >= _COMPUTE_KINDS)
+    waits = np.flatnonzero(spans.kind >= COMPUTE_KINDS)
     request, kind = spans.request[waits], spans.kind[waits]
     start, end, sampled = spans.start_ns[waits], spans.end_ns[waits], last_sample[request]
     held = kind == KIND["held_back"]
@@ -163,7 +254,7 @@ def _between(line: Timeline, spans: OwnSpans, work: _Work) -> Pieces:
     end = np.where(held, np.minimum(end, sampled), end)
 
     resident = np.flatnonzero(last_sample > -_NEVER)
-    rank = [_CLASS_OF_KIND[kind], np.full(len(resident), _CLASS["host_gap"])]
+    rank = [_CLASS_OF_KIND[kind], np.full(len(resident), CLASS["host_gap"])]
     request = np.concatenate([request, resident])
     start = np.concatenate([start, admission[resident]])
     end = np.concatenate([end, last_sample[resident]])
@@ -171,33 +262,47 @@ def _between(line: Timeline, spans: OwnSpans, work: _Work) -> Pieces:
 
 
 def _gap_shares(
-    line: Timeline, start: Ints, end: Ints, at_work: _AtWork, engines: list[_Engine]
-) -> tuple[Ints, Ints]:
-    """Return for each request how long, in its host gaps, its engine ran other steps or scheduled.
+    line: Timeline, start: Ints, end: Ints, worked: _Worked, engines: list[Engine]
+) -> GapShares:
+    """Look into host gaps, given as pieces `[start, end)`.
 
-    A gap piece `[start, end)` may still hold the request's own steps; where these are tangled
-    they are cut out, else their length is subtracted (they are steps of the same engine).
+    A piece may still hold the request's own steps; where these are tangled they are cut out, else
+    their length is subtracted (they are steps of the same engine).
     """
-    cover, engine = at_work.cover, at_work.engine
-    own = cover.within(start, end)
-    odd = at_work.tangled[line.index(start)]
+    own = worked.cover.within(start, end)
+    odd = worked.tangled[line.index(start)]
     if odd.any():
-        holes = first_match(
-            np.concatenate([cover.start, start[odd]]),
-            np.concatenate([cover.end, end[odd]]),
-            np.repeat([0, 1], [len(cover.start), odd.sum()]),
-        )
-        hole = holes.rank == 1
-        start = np.concatenate([start[~odd], holes.start[hole]])
-        end = np.concatenate([end[~odd], holes.end[hole]])
-        own = np.concatenate([own[~odd], np.zeros(hole.sum(), np.int64)])
+        holes = _holes(worked.cover, start[odd], end[odd])
+        start = np.concatenate([start[~odd], holes.start])
+        end = np.concatenate([end[~odd], holes.end])
+        own = np.concatenate([own[~odd], np.zeros(len(holes.start), np.int64)])
     request = line.index(start)
     start_ns, end_ns = line.time_ns(request, start), line.time_ns(request, end)
-    other, schedule = np.zeros(len(engine), np.int64), np.zeros(len(engine), np.int64)
-    for number in np.unique(engine[engine >= 0]):
-        of = np.flatnonzero(engine[request] == number)
+    shares = GapShares(*(np.zeros(len(line.start), np.int64) for _ in range(2)))
+    for number in np.unique(worked.engine[worked.engine >= 0]):
+        of = np.flatnonzero(worked.engine[request] == number)
         running = engines[number].running.within(start_ns[of], end_ns[of])
         active = engines[number].active.within(start_ns[of], end_ns[of])
-        np.add.at(other, request[of], running - own[of])
-        np.add.at(schedule, request[of], active - running)
-    return other, schedule
+        np.add.at(shares.other_step, request[of], running - own[of])
+        np.add.at(shares.schedule, request[of], active - running)
+    return shares
+
+
+def _holes(cover: Coverage, start: Ints, end: Ints) -> Pieces:
+    """Return what `cover` leaves of intervals."""
+    pieces = first_match(
+        np.concatenate([cover.start, start]),
+        np.concatenate([cover.end, end]),
+        np.repeat([0, 1], [len(cover.start), len(start)]),
+    )
+    return pieces.take(pieces.rank == 1)
+
+
+def _add(sums: Ints, request: Ints, rank: Ints, length: Ints) -> None:
+    np.add.at(sums.reshape(-1), request * sums.shape[1] + rank, length)
+
+
+def _add_in_turn(sums: Ints, work: _Work) -> None:
+    sampling = work.sample_end - work.sample_start
+    _add(sums, work.request, work.phase, work.end - work.start - sampling)
+    _add(sums, work.request, np.full(len(sampling), CLASS["sample"]), sampling)

@@ -12,7 +12,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition import DECODE, PREFILL, RECOMPUTE, Members
+from perfledger.schema.partition_input import (
+    DECODE,
+    PREFILL,
+    RECOMPUTE,
+    Members,
+)
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 
 # Leaves of `steps` that are read, as Parquet names them; a reader should keep them encoded.

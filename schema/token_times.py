@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition import DECODE, EngineSteps, Members
+from perfledger.schema.partition_input import (
+    DECODE,
+    EngineSteps,
+    Members,
+)
 
 NEVER = np.iinfo(np.int64).max
 

@@ -14,25 +14,13 @@ import pytest
 
 from perfledger import analyzers
 from perfledger.analyzers.attribution import attribute, bands
-from perfledger.analyzers.latency import Distribution, ttft_stages
+from perfledger.analyzers.latency import Distribution
 from perfledger.cli import main
 from perfledger.schema.derive import request_rows, step_rows
 from perfledger.schema.errors import NoDataError
-from perfledger.schema.partition import (
-    DECODE,
-    KIND,
-    PREFILL,
-    EngineSteps,
-    Members,
-    OwnSpans,
-    once_per_step,
-    partition,
-)
-from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.stages import STAGE_NAMES
 from perfledger.schema.store import Store
 from perfledger.schema.tables import REQUESTS, SPANS, STEPS
-from perfledger.schema.token_times import TokenTimes
 
 MS = 1_000_000
 BASE = 1_790_000_000_000 * MS
@@ -237,37 +225,6 @@ def test_bands_know_how_many_they_are() -> None:
     assert sum(contributions.values()) == pytest.approx(1)
     nothing = bands(rows.with_columns(status=pl.lit("error")))
     assert [(b.requests, b.e2e_ns, b.longest) for b in nothing.values()] == [(0, None, None)] * 3
-
-
-def test_the_ttft_split_is_the_partition_up_to_the_first_sample() -> None:
-    """Leaving out later steps must not change anything, whatever the times are."""
-    for seed in range(200):
-        random = np.random.default_rng(seed)
-        count = 6
-        arrival = random.integers(0, 20, count)
-        end, first = arrival + random.integers(0, 60, count), random.integers(0, 90, count)
-        steps = EngineSteps(
-            random.integers(0, 2, 12), *np.sort(random.integers(0, 90, (5, 12)), axis=0)
-        )
-        members = Members(
-            random.integers(0, count, 30),
-            random.integers(0, 12, 30),
-            random.choice([PREFILL, DECODE], 30).astype(np.int8),
-        )
-        kinds = random.integers(0, len(KIND), 20).astype(np.int8)
-        begin = random.integers(0, 90, 20)
-        spans = OwnSpans(
-            random.integers(0, count, 20), kinds, begin, begin + random.integers(0, 40, 20)
-        )
-        roots = pl.DataFrame({"start_ns": arrival, "end_ns": end})
-        members = once_per_step(members, steps)
-        traces = RequestTraces(roots, spans, pl.DataFrame(), steps, members, arrival)
-        none = np.empty(0, np.int64)
-        short = np.maximum(arrival, np.minimum(end, first))
-        assert (
-            ttft_stages(traces, TokenTimes(first, none, none))
-            == partition(arrival, short, spans, steps, members).stages
-        ).all()
 
 
 # --- The client's view --------------------------------------------------------------------------

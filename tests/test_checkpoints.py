@@ -238,7 +238,9 @@ def test_smollm2_answers_as_transformers_does() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, answer in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
-        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
         assert generated[0, len(prompt) :].tolist() == answer
     assert tokenizer.decode(ours[0]) == "The capital of France is Paris."
 

@@ -1,5 +1,6 @@
 """The partition against an oracle that looks at every single instant, on hostile traces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -7,7 +8,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perfledger.schema.partition import (
+from perfledger.schema.partition import Partition, partition
+from perfledger.schema.partition_input import (
     DECODE,
     KIND,
     PREFILL,
@@ -15,8 +17,6 @@ from perfledger.schema.partition import (
     EngineSteps,
     Members,
     OwnSpans,
-    Partition,
-    partition,
 )
 from perfledger.schema.stages import STAGE_NAMES, SUB_STAGE_COLUMNS
 
@@ -51,7 +51,7 @@ class Trace:
     members: tuple[tuple[int, int, int], ...] = ()
 
 
-def split(trace: Trace, slice_size: int = 8192) -> Partition:
+def split(trace: Trace, slice_size: int = 8192, until: Sequence[int] | None = None) -> Partition:
     def column(rows: tuple[object, ...], name: str) -> np.ndarray:
         return np.array([getattr(row, name) for row in rows], np.int64)
 
@@ -76,6 +76,7 @@ def split(trace: Trace, slice_size: int = 8192) -> Partition:
             )
         ),
         Members(members[:, 0], members[:, 1], members[:, 2].astype(np.int8)),
+        until_ns=None if until is None else np.array(until, np.int64),
         slice_size=slice_size,
     )
 
@@ -279,6 +280,20 @@ def test_order_of_rows_and_size_of_slices_do_not_matter(
     for other in (split(trace, slice_size), split(shuffled, slice_size)):
         assert (other.stages == whole.stages).all()
         assert (other.sub_stages == whole.sub_stages).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(traces() | st.integers(0).map(dense_trace), st.integers(0))
+def test_until_an_instant_it_is_the_partition_of_a_request_that_ended_then(
+    trace: Trace, seed: int
+) -> None:
+    until = [Random(seed + at).randint(0, LATEST + 1) for at in range(len(trace.requests))]
+    cut = [
+        (arrival, min(max(arrival, instant), end))
+        for (arrival, end), instant in zip(trace.requests, until, strict=True)
+    ]
+    ended = split(replace(trace, requests=tuple(cut)))
+    assert (split(trace, until=until).until == ended.stages).all()
 
 
 big = st.integers(0, 2**62)
