@@ -1,6 +1,7 @@
 """What an analyzer is given: a store, and which of its requests to look at."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -11,7 +12,12 @@ import pyarrow as pa
 from perfledger.schema.attributes import STEP_NAMES
 from perfledger.schema.derive import step_rows
 from perfledger.schema.errors import NoDataError
-from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, gather
+from perfledger.schema.request_traces import (
+    STEP_COLUMNS,
+    RequestTraces,
+    find_requests,
+    join_steps,
+)
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.step_members import MEMBER_LEAVES
 from perfledger.schema.store import DEFAULT_NAMESPACE, Store
@@ -90,11 +96,12 @@ class Selection:
 
         Raises NoDataError where there are none.
         """
-        steps, members = self._steps()
-        traces = gather(self.spans(), steps, members, self.of_arrival("start_ns"))
-        if traces.roots.is_empty():
+        with ThreadPoolExecutor(1) as beside:  # reading is decompression: two cores help
+            steps = beside.submit(self._steps)
+            found = find_requests(self.spans(), self.of_arrival("start_ns"))
+        if found.roots.is_empty():
             raise self._nothing()
-        return traces
+        return join_steps(found, *steps.result())
 
     def _steps(self) -> tuple[pl.DataFrame, Iterator[pa.Array]]:
         """Return the steps, and their members file by file, still as Parquet's dictionaries."""

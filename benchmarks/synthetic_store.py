@@ -1,10 +1,15 @@
 """A store of many requests, with the spans, steps and derived rows that our runtime would send.
 
+    python benchmarks/synthetic_store.py FOLDER [REQUESTS]
+
 One engine runs `SLOTS` sequences; each slot serves one request after the other, so every step
 links that many requests. All times are made up, all tables and ids have their real form.
 """
 
+import json
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -17,7 +22,7 @@ from perfledger.schema.store import Store
 from perfledger.schema.tables import LINKS, MEMBERS, REQUESTS, SPANS, STEPS
 
 Ints = NDArray[np.int64]
-SLOTS = 16
+SLOTS, PROMPT_TOKENS = 16, 100
 STEP_NS, SCHEDULE_NS, SAMPLE_NS = 10_000_000, 200_000, 500_000
 START_NS = 1_790_000_000_000_000_000
 SPANS_A_FILE, REQUESTS_A_FILE = 130_000, 20_000
@@ -201,13 +206,20 @@ def _members(plan: Plan) -> _Members:
     return _Members(np.concatenate([[0], np.cumsum(counts)]), request, prefills)
 
 
-def _ids(words: NDArray[np.uint64], width: int) -> pa.Array:
+def _ids(words: NDArray[np.uint64], width: int, where: NDArray[np.bool_] | None = None) -> pa.Array:
+    """Return ids as an Arrow column, null where `where` is false."""
     flat = pa.py_buffer(np.ascontiguousarray(words))
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(words), [None, flat])
+    valid = None if where is None else pa.py_buffer(np.packbits(where, bitorder="little"))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(words), [valid, flat])
 
 
 def _text(codes: Ints, words: tuple[str, ...]) -> pa.Array:
     return pa.array(np.array(words, object)[codes], pa.string())
+
+
+def _all(value: object, kind: pa.DataType, where: NDArray[np.bool_]) -> pa.Array:
+    """Return a column that has one value, and null elsewhere."""
+    return pa.array(np.full(len(where), value), kind, mask=~where)
 
 
 def _linked(plan: Plan, links: _Members, steps: Ints, kind: pa.DataType) -> pa.Array:
@@ -222,7 +234,7 @@ def _linked(plan: Plan, links: _Members, steps: Ints, kind: pa.DataType) -> pa.A
         "trace_id": _ids(plan.trace_id[request], 16).cast(pa.binary()),
         "span_id": _ids(plan.span_id[request], 8).cast(pa.binary()),
         "phase": _text(prefills.astype(np.int64), ("decode", "prefill")),
-        "tokens": pa.array(np.where(prefills, 100, 1)),
+        "tokens": pa.array(np.where(prefills, PROMPT_TOKENS, 1)),
     }
     fields = [kind.value_type.field(at) for at in range(kind.value_type.num_fields)]
     columns = [values.get(f.name, pa.nulls(len(rows), f.type)) for f in fields]
@@ -231,39 +243,32 @@ def _linked(plan: Plan, links: _Members, steps: Ints, kind: pa.DataType) -> pa.A
 
 
 def _span_table(spans: _Spans, plan: Plan, links: _Members) -> pa.Table:
-    count, of_request = len(spans.request), spans.request >= 0
+    of_request, root = spans.request >= 0, spans.name == CODE["chat"]
+    everywhere = np.ones(len(root), np.bool_)
     engine = np.frombuffer(ENGINE_TRACE, np.uint64)
-    trace = np.where(of_request[:, None], plan.trace_id[spans.request], engine)
-    root = spans.name == CODE["chat"]
     given = {
-        "trace_id": _ids(trace, 16),
+        "trace_id": _ids(np.where(of_request[:, None], plan.trace_id[spans.request], engine), 16),
         "span_id": _ids(spans.span_id, 8),
-        "parent_span_id": _ids(spans.parent_id, 8),
+        "parent_span_id": _ids(spans.parent_id, 8, spans.parent_id > 0),
         "name": _text(spans.name, NAMES),
         "kind": _text(root.astype(np.int64), ("internal", "server")),
         "start_ns": pa.array(spans.start_ns),
         "end_ns": pa.array(spans.end_ns),
-        "status": _text(np.zeros(count, np.int64), ("unset",)),
-        "run_id": _text(np.zeros(count, np.int64), ("synthetic",)),
-        "service_name": _text(np.zeros(count, np.int64), ("perfledger-runtime",)),
-        "scope_name": _text(np.zeros(count, np.int64), (SCOPE_NAME,)),
-        "scope_version": _text(np.zeros(count, np.int64), (SCHEMA_VERSION,)),
+        "status": _all("unset", pa.string(), everywhere),
+        "run_id": _all("synthetic", pa.string(), everywhere),
+        "service_name": _all("perfledger-runtime", pa.string(), everywhere),
+        "scope_name": _all(SCOPE_NAME, pa.string(), everywhere),
+        "scope_version": _all(SCHEMA_VERSION, pa.string(), everywhere),
+        "operation": _all("chat", pa.string(), root),
+        "model": _all("reference", pa.string(), root),
+        "outcome": _all("ok", pa.string(), root),
+        "input_tokens": _all(PROMPT_TOKENS, pa.int64(), root),
+        "output_tokens": pa.array(_output_tokens(plan)[spans.request], mask=~root),
+        "replica": _all("0", pa.string(), ~of_request),
         "links": _linked(plan, links, spans.step, LINKS),
         "received_ns": pa.array(spans.end_ns + 1_000_000_000),
     }
-    table = _table(SPANS.arrow(), given, count)
-    frame = pl.DataFrame(table).with_columns(
-        operation=pl.when(pl.Series(root)).then(pl.lit("chat")),
-        model=pl.when(pl.Series(root)).then(pl.lit("reference")),
-        outcome=pl.when(pl.Series(root)).then(pl.lit("ok")),
-        input_tokens=pl.when(pl.Series(root)).then(pl.lit(100)),
-        output_tokens=pl.Series(_output_tokens(plan)[spans.request]).set(pl.Series(~root), None),
-        replica=pl.when(pl.Series(~of_request)).then(pl.lit("0")),
-    )
-    frame = frame.with_columns(
-        parent_span_id=pl.when(pl.Series(spans.parent_id > 0)).then("parent_span_id")
-    )
-    return frame.to_arrow()
+    return _table(SPANS.arrow(), given, len(root))
 
 
 def _output_tokens(plan: Plan) -> Ints:
@@ -271,28 +276,30 @@ def _output_tokens(plan: Plan) -> Ints:
 
 
 def _step_table(plan: Plan, links: _Members) -> pa.Table:
-    count = len(plan.step_start_ns)
     start, end = plan.step_start_ns, plan.step_end_ns
-    one = np.zeros(count, np.int64)
+    everywhere = np.ones(len(start), np.bool_)
+    prefills = np.add.reduceat(links.prefills.astype(np.int64), links.offset[:-1])
     given = {
-        "run_id": _text(one, ("synthetic",)),
-        "service_name": _text(one, ("perfledger-runtime",)),
-        "replica": _text(one, ("0",)),
-        "rank": pa.array(one, pa.int32()),
-        "step_seq": pa.array(np.arange(count)),
-        "trace_id": pa.array([ENGINE_TRACE], pa.binary(16)).take(pa.array(one)),
-        "span_id": _ids((1 + np.arange(count)).astype(np.uint64), 8),
-        "kind": _text(one, ("mixed_step",)),
+        "run_id": _all("synthetic", pa.string(), everywhere),
+        "service_name": _all("perfledger-runtime", pa.string(), everywhere),
+        "replica": _all("0", pa.string(), everywhere),
+        "rank": _all(0, pa.int32(), everywhere),
+        "step_seq": pa.array(np.arange(len(start))),
+        "trace_id": _all(ENGINE_TRACE, pa.binary(16), everywhere),
+        "span_id": _ids((1 + np.arange(len(start))).astype(np.uint64), 8),
+        "kind": _all("mixed_step", pa.string(), everywhere),
         "start_ns": pa.array(start),
         "schedule_end_ns": pa.array(start + SCHEDULE_NS),
         "sample_start_ns": pa.array(end - SAMPLE_NS - 100 * US),
         "sample_end_ns": pa.array(end - 100 * US),
         "end_ns": pa.array(end),
         "width": pa.array(np.diff(links.offset), pa.int32()),
-        "members": _linked(plan, links, np.arange(count), MEMBERS),
+        "prefill_tokens": pa.array(prefills * PROMPT_TOKENS),
+        "decode_tokens": pa.array(np.diff(links.offset) - prefills),
+        "members": _linked(plan, links, np.arange(len(start)), MEMBERS),
         "received_ns": pa.array(end + 6_000_000_000),
     }
-    return _table(STEPS.arrow(), given, count)
+    return _table(STEPS.arrow(), given, len(start))
 
 
 def _table(schema: pa.Schema, given: dict[str, pa.Array], rows: int) -> pa.Table:
@@ -309,9 +316,16 @@ def _write_requests(
     for first in range(0, len(everyone), REQUESTS_A_FILE):
         mine = np.zeros(len(everyone) + 1, np.bool_)
         mine[everyone[first : first + REQUESTS_A_FILE]] = True
-        frame = pl.DataFrame(_span_table(spans.take(np.flatnonzero(mine[spans.request])), plan, links))
+        frame = pl.DataFrame(
+            _span_table(spans.take(np.flatnonzero(mine[spans.request])), plan, links)
+        )
         near = all_steps.filter(
             pl.col("end_ns").is_between(frame["start_ns"].min(), frame["end_ns"].max() + STEP_NS)
         )
         rows = request_rows(frame, near, received_ns=int(plan.end_ns.max()) + 6_000_000_000)
         store.write("requests", rows.to_arrow().cast(REQUESTS.arrow()))
+
+
+if __name__ == "__main__":
+    wanted = int(sys.argv[2]) if len(sys.argv) > 2 else 100_000
+    print(json.dumps(write_synthetic_store(Store(Path(sys.argv[1])), wanted)))

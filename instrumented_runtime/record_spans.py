@@ -17,6 +17,7 @@ from perfledger.instrumented_runtime.batch_members import (
 )
 from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
+    NOT_READ,
     WAIT_REASONS,
     Admit,
     Chunk,
@@ -317,7 +318,7 @@ class RecordSpans:
 
     def _measure(self, step: Step, sampled: int) -> None:
         self.counts[metrics.STEPS, ""] += 1
-        self.counts[metrics.ENGINE_CPU, ""] += step.cpu_ns
+        self.counts[metrics.ENGINE_CPU, ""] += max(0, step.cpu_ns)
         self.counts[metrics.TOKENS, "output"] += sampled
         self.gauges = {
             metrics.QUEUE_LENGTH: step.waiting,
@@ -341,7 +342,11 @@ def _step_name(step: Step) -> str:
 
 
 def _step_attributes(step: Step) -> Attributes:
+    cpu: Attributes = {}
+    if step.cpu_ns != NOT_READ:
+        cpu = {"perfledger.step.cpu_ns": step.cpu_ns}
     return {
+        **cpu,
         "perfledger.step.seq": step.seq,
         "perfledger.step.width": step.width,
         "perfledger.step.prefill_tokens": step.prefill_tokens,
@@ -349,7 +354,6 @@ def _step_attributes(step: Step) -> Attributes:
         "perfledger.step.waiting": step.waiting,
         "perfledger.step.kv_blocks_used": step.kv_blocks_used,
         "perfledger.step.kv_blocks_total": step.kv_blocks_total,
-        "perfledger.step.cpu_ns": step.cpu_ns,
     }
 
 

@@ -6,8 +6,10 @@ from time import process_time_ns
 from perfledger.instrumented_runtime.records import (
     ADMIT,
     CHUNK,
+    CPU_EVERY_STEPS,
     LEAVE,
     LEAVE_REASONS,
+    NOT_READ,
     PREEMPT,
     STEP,
     WAIT_REASONS,
@@ -54,15 +56,25 @@ class Recorder:
         self._write(PREEMPT, (one.request, seq, at_ns))
 
     def step(
-        self, plan: StepPlan, seq: int, times_ns: tuple[int, ...], counts: tuple[int, ...]
+        self,
+        plan: StepPlan,
+        seq: int,
+        times_ns: tuple[int, int, int, int, int],
+        counts: tuple[int, int, int],
+        emptied: bool = False,
     ) -> None:
         """Step `seq` ended. `times_ns` are start, end of scheduling, start and end of sampling,
-        end; `counts` are requests waiting, KV blocks used and KV blocks in all."""
-        chunks, decodes, cpu_ns = plan.chunks, len(plan.decodes), process_time_ns()
-        prefills = sum([chunk.tokens for chunk in chunks]) if chunks else 0
-        batch = (decodes + len(chunks), prefills, decodes)
-        self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns - self._cpu_ns))
-        self._cpu_ns = cpu_ns
+        end; `counts` are requests waiting, KV blocks used and KV blocks in all; `emptied` says
+        that it left the batch empty."""
+        chunks, decodes, cpu_ns = plan.chunks, len(plan.decodes), NOT_READ
+        if emptied or not seq % CPU_EVERY_STEPS:
+            now_ns = process_time_ns()
+            cpu_ns, self._cpu_ns = now_ns - self._cpu_ns, now_ns
+        if chunks:
+            batch = (decodes + len(chunks), sum([chunk.tokens for chunk in chunks]), decodes)
+        else:
+            batch = (decodes, 0, decodes)
+        self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns))
 
     def leave(self, one: Sequence, seq: int, at_ns: int, reason: str) -> None:
         """A sequence that was in the batch ends after step `seq`."""

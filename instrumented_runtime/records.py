@@ -26,6 +26,12 @@ LEAVE_REASONS = (
 )
 
 
+# The CPU clock costs a system call, as much as the rest of a record: it is read every few steps
+# and when the batch runs empty, so that sums over a busy period are whole.
+NOT_READ = -1
+CPU_EVERY_STEPS = 8
+
+
 class Step(NamedTuple):
     """One engine step. `[start, schedule_end)` schedules, `[sample_start, sample_end)` samples."""
 
@@ -41,7 +47,7 @@ class Step(NamedTuple):
     waiting: int
     kv_blocks_used: int
     kv_blocks_total: int
-    cpu_ns: int  # CPU time of the engine process since the previous step ended
+    cpu_ns: int  # CPU time of the engine process since the last reading; NOT_READ in between
 
 
 class Admit(NamedTuple):

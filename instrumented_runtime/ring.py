@@ -32,12 +32,12 @@ from perfledger.schema.errors import PerfledgerError
 MAGIC = 0x7066_6C64_0001
 _SLOTS, _HEAD, _DROPPED, _TAIL, _EXPORTED, _EXPORT_FAILED = 1, 8, 9, 16, 17, 18
 _HEADER_BYTES = 24 * 8  # three cache lines: the two sides do not fight over one
-_SLOT = struct.Struct(f"@{WORDS}q")
+_SLOT = struct.Struct(f"={WORDS}q")
 _STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 # In a slot: kind, records dropped before this one, then the fields of the kind.
 _PACK: dict[int, Callable[..., None]] = {
-    kind: struct.Struct(f"@{2 + len(fields._fields)}q").pack_into for kind, fields in KINDS.items()
+    kind: struct.Struct(f"={2 + len(fields._fields)}q").pack_into for kind, fields in KINDS.items()
 }
 
 

@@ -120,7 +120,8 @@ class Stepper:
         end_ns = monotonic_ns()
         if self._recorder is not None:
             times = (start_ns, schedule_end_ns, sample_start_ns, sample_end_ns, end_ns)
-            self._recorder.step(plan, self._seq, times, (waiting, used, kv.count))
+            emptied = not self.scheduler.running
+            self._recorder.step(plan, self._seq, times, (waiting, used, kv.count), emptied)
         for token, sequence in zip(output, sampled, strict=True):
             if token.finish is not None:
                 self._record_leave(sequence, end_ns, token.finish)

@@ -72,7 +72,11 @@ SPAN_ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute("perfledger.step.waiting", "int", "requests waiting for admission"),
     Attribute("perfledger.step.kv_blocks_used", "int", "KV blocks held"),
     Attribute("perfledger.step.kv_blocks_total", "int", "KV blocks there are"),
-    Attribute("perfledger.step.cpu_ns", "int", "CPU time of the engine process in the step, ns"),
+    Attribute(
+        "perfledger.step.cpu_ns",
+        "int",
+        "CPU time of the engine process since the last step that told it, ns",
+    ),
     Attribute("perfledger.device", "string", "device that computed: cpu, cuda:0"),
     Attribute("perfledger.dtype", "string", "dtype of weights and KV"),
     Attribute("perfledger.kernel_path", "string", "attention path really used"),

@@ -14,7 +14,12 @@ from perfledger.schema.partition import Partition, partition
 from perfledger.schema.partition_input import (
     KIND,
 )
-from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, gather
+from perfledger.schema.request_traces import (
+    STEP_COLUMNS,
+    RequestTraces,
+    find_requests,
+    join_steps,
+)
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 from perfledger.schema.tables import REQUESTS, STEPS
 from perfledger.schema.token_times import NEVER, TokenTimes, token_times
@@ -92,7 +97,7 @@ def request_rows(
     member of these requests: they explain its host gaps. Times are wall ns.
     """
     members = [steps["members"].rechunk().to_arrow()]
-    traces = gather(spans.lazy(), steps.select(STEP_COLUMNS), members)
+    traces = join_steps(find_requests(spans.lazy()), steps.select(STEP_COLUMNS), members)
     times = times_of(traces)
     return rows_of(traces, times, split_of(traces, times), received_ns=received_ns, version=version)
 

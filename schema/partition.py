@@ -22,6 +22,7 @@ arrival exactly, whatever the spans look like; the order of the input rows does 
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -33,6 +34,7 @@ from perfledger.schema.partition_input import EngineSteps, Members, OwnSpans, on
 from perfledger.schema.stage_time import CLASS, CLASSES, Engine, GapShares, stage_time
 from perfledger.schema.stages import STAGE_NAMES, SUB_STAGE_COLUMNS
 
+SLICES_AT_ONCE = 2
 _MOST_NS = 1 << 62  # of request time in one slice
 _STAGE_OF = {"recompute": "prefill", "held_back": "stream"}
 
@@ -74,7 +76,9 @@ def partition(
     engines = _engines(steps)
     widths = (len(STAGE_NAMES), len(SUB_STAGE_COLUMNS), len(STAGE_NAMES))
     found = Partition(*(np.zeros((len(arrival_ns), width), np.int64) for width in widths))
-    for first, last in _slices(end_ns - arrival_ns, slice_size):
+
+    def fill(bounds: tuple[int, int]) -> None:
+        first, last = bounds
         sums, shares = stage_time(
             Timeline.of(arrival_ns[first:last], end_ns[first:last]),
             until_ns[first:last],
@@ -86,6 +90,9 @@ def partition(
         found.stages[first:last] = _stages(sums.whole)
         found.sub_stages[first:last] = _sub_stages(sums.whole, shares)
         found.until[first:last] = _stages(sums.before)
+
+    with ThreadPoolExecutor(SLICES_AT_ONCE) as pool:  # numpy lets go of the interpreter's lock
+        list(pool.map(fill, _slices(end_ns - arrival_ns, slice_size)))
     return found
 
 

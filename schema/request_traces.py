@@ -41,8 +41,18 @@ _DEEPEST = 64  # spans between a span and its request; a cycle ends there
 
 
 @dataclass(frozen=True)
+class RequestSpans:
+    """Requests (one row of `roots` each, sorted by trace and span) and their own spans."""
+
+    roots: pl.DataFrame
+    index: SpanIndex  # of the roots
+    spans: OwnSpans
+    waits: Ints  # distinct queue spans of each request
+
+
+@dataclass(frozen=True)
 class RequestTraces:
-    """Requests (one row of `roots` each, sorted by trace and span) and what belongs to them."""
+    """Requests with their own spans and their steps."""
 
     roots: pl.DataFrame
     spans: OwnSpans
@@ -64,26 +74,34 @@ def is_request_root() -> pl.Expr:
     return (pl.col("kind") == "server") & known
 
 
-def gather(
-    spans: pl.LazyFrame,
-    steps: pl.DataFrame,
-    members: Iterable[pa.Array],
-    wanted: pl.Expr | None = None,
-) -> RequestTraces:
-    """Join spans and steps to their requests, to those whose root is `wanted` or to all.
+def find_requests(spans: pl.LazyFrame, wanted: pl.Expr | None = None) -> RequestSpans:
+    """Find the requests whose root is `wanted` (or all) and their own spans.
 
-    `spans` has the columns of SPANS, `steps` has STEP_COLUMNS, and `members` the `members` of its
-    rows, in one array or several. Of two roots with one id the one that ends last counts.
+    `spans` has the columns of SPANS. Of two roots with one id the one that ends last counts.
     """
     chosen = is_request_root() if wanted is None else is_request_root() & wanted
     roots = _newest(spans.filter(chosen).select(ROOT_COLUMNS).collect()).sort(_IDS)
     index = SpanIndex(SpanIds.of(roots["trace_id"], roots["span_id"]))
-    own_spans, waits = _own_spans(index, roots, spans)
+    return RequestSpans(roots, index, *_own_spans(index, roots, spans))
+
+
+def join_steps(
+    found: RequestSpans, steps: pl.DataFrame, members: Iterable[pa.Array]
+) -> RequestTraces:
+    """Join requests to their steps.
+
+    `steps` has STEP_COLUMNS, and `members` the `members` of its rows, in one array or several.
+    """
     row, steps = _first_rank(steps)
     engine_steps = _engine_steps(steps)
-    found = find_members(index, members, row, steps["kind"])
+    joined = find_members(found.index, members, row, steps["kind"])
     return RequestTraces(
-        roots, own_spans, steps, engine_steps, once_per_step(found, engine_steps), waits
+        found.roots,
+        found.spans,
+        steps,
+        engine_steps,
+        once_per_step(joined, engine_steps),
+        found.waits,
     )
 
 

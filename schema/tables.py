@@ -186,7 +186,7 @@ STEPS = Table(
         Column("waiting", COUNT, "requests waiting for admission"),
         Column("kv_blocks_used", COUNT, "KV blocks held"),
         Column("kv_blocks_total", COUNT, "KV blocks there are"),
-        Column("cpu_ns", NS, "CPU time of the engine process in the step"),
+        Column("cpu_ns", NS, "CPU time of the engine process since the last step that told it"),
         Column("members", MEMBERS, "the requests in the batch: trace, root span, phase, tokens"),
         Column("received_ns", NS, "arrival at the collector", required=True),
     ),

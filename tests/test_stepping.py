@@ -160,7 +160,8 @@ def test_records_tell_membership_and_token_times() -> None:
         times += (step.sample_end_ns, step.end_ns)
         assert list(times) == sorted(times)
         ended_ns = step.end_ns
-        assert step.cpu_ns > 0
+    # The CPU clock is read when the batch has run empty, so the sum is whole.
+    assert [step.cpu_ns > 0 for step in steps] == [False, False, False, True]
     kinds = [type(record) for record in engine.records]
     assert kinds == [
         *(Admit, Chunk, Step),

@@ -59,7 +59,7 @@ def measure(steps: pl.DataFrame, requests: pl.DataFrame) -> dict[str, float]:
         "queue_steps_per_request": _sum_over(steps, "waiting", requests.height),
         "prefill_tokens_per_request": _sum_over(steps, "prefill_tokens", requests.height),
         "steps_per_output_token": _ratio(steps.height or None, tokens),
-        "cpu_ns_per_output_token": _ratio(_sum(steps, "cpu_ns"), tokens),
+        "cpu_ns_per_output_token": _ratio(_sum(steps.drop_nulls("cpu_ns"), "cpu_ns"), tokens),
         "batch_width": _sum_over(steps, "width", steps.height),
     }
     return {name: value for name, value in found.items() if value is not None}
