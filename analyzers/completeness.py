@@ -114,10 +114,11 @@ def _gaps(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
 
 def _conflicts(selection: Selection, traces: RequestTraces) -> int:
     """Count the ids in conflict, in the traces of these requests and of the engines."""
-    rows = may_be_repeated(SpanIds.of_columns(ids) for ids in _ids_by_file(selection))
+    span_ids = (ids["span_id"] for ids in _columns_by_file(selection, ["span_id"]))
+    rows = may_be_repeated(span_ids)
     if not any(len(part) for part in rows):
         return 0
-    parts = zip(_ids_by_file(selection), rows, strict=True)
+    parts = zip(_columns_by_file(selection, _IDS), rows, strict=True)
     repeated = pl.concat([pl.DataFrame(ids)[part] for ids, part in parts]).unique()
     ours = pl.concat([traces.roots["trace_id"], traces.step_rows["trace_id"]]).unique()
     repeated = repeated.filter(pl.col("trace_id").is_in(ours.implode()))
@@ -125,8 +126,8 @@ def _conflicts(selection: Selection, traces: RequestTraces) -> int:
     return len(id_conflicts(spans.select(SPANS.key).unique()).collect())
 
 
-def _ids_by_file(selection: Selection) -> Iterator[pa.Table]:
-    return selection.store.read_as_received("spans", _IDS, (), selection.since_ns)
+def _columns_by_file(selection: Selection, names: list[str]) -> Iterator[pa.Table]:
+    return selection.store.read_as_received("spans", names, (), selection.since_ns)
 
 
 def _compare(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from perfledger.schema.errors import NoDataError
 from perfledger.schema.request_traces import (
     STEP_COLUMNS,
     RequestTraces,
-    find_requests,
-    join_steps,
+    find_own_spans,
+    find_roots,
+    find_steps,
 )
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.step_members import MEMBER_LEAVES
@@ -96,12 +97,13 @@ class Selection:
 
         Raises NoDataError where there are none.
         """
-        with ThreadPoolExecutor(1) as beside:  # reading is decompression: two cores help
-            steps = beside.submit(self._steps)
-            found = find_requests(self.spans(), self.of_arrival("start_ns"))
-        if found.roots.is_empty():
+        roots = find_roots(self.spans(), self.of_arrival("start_ns"))
+        if roots.rows.is_empty():
             raise self._nothing()
-        return join_steps(found, *steps.result())
+        with ThreadPoolExecutor(1) as beside:  # two cores are faster than one
+            steps = beside.submit(lambda: find_steps(roots, *self._steps()))
+            own = find_own_spans(roots, self.spans())
+        return RequestTraces.of(roots, own, steps.result())
 
     def _steps(self) -> tuple[pl.DataFrame, Iterator[pa.Array]]:
         """Return the steps, and their members file by file, still as Parquet's dictionaries."""

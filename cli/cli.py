@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -41,8 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"perfledger {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        if importlib.util.find_spec(f"perfledger.{name}_command") is None:  # TEMPORARY
-            continue
         importlib.import_module(f"perfledger.{name}_command").add_parser(commands)
     return parser
 

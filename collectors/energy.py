@@ -17,8 +17,11 @@ POWERCAP = Path("/sys/class/powercap")
 class EnergyMeter(Protocol):
     """A counter that only rises. `source` names it; `why_not` says why there is none."""
 
-    source: str
-    why_not: str
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def why_not(self) -> str: ...
 
     def read_joules(self) -> float | None:
         """Return joules since some fixed instant, or None where not measurable."""

@@ -118,8 +118,8 @@ def _step_events(steps: pl.DataFrame, base_ns: int) -> Iterator[Event]:
                     "args": {f"{step['replica']}/{step['rank']}": step[counter]},
                 }
     for (replica, rank), lane in ranks.items():
-        name = {"name": f"replica {replica} rank {rank}"}
-        yield {"ph": "M", "name": "thread_name", "pid": ENGINE_PID, "tid": lane, "args": name}
+        title = {"name": f"replica {replica} rank {rank}"}
+        yield {"ph": "M", "name": "thread_name", "pid": ENGINE_PID, "tid": lane, "args": title}
 
 
 def _phases(step: dict[str, int]) -> Iterable[tuple[str, int, int]]:

@@ -17,8 +17,9 @@ from perfledger.schema.partition_input import (
 from perfledger.schema.request_traces import (
     STEP_COLUMNS,
     RequestTraces,
-    find_requests,
-    join_steps,
+    find_own_spans,
+    find_roots,
+    find_steps,
 )
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 from perfledger.schema.tables import REQUESTS, STEPS
@@ -97,7 +98,9 @@ def request_rows(
     member of these requests: they explain its host gaps. Times are wall ns.
     """
     members = [steps["members"].rechunk().to_arrow()]
-    traces = join_steps(find_requests(spans.lazy()), steps.select(STEP_COLUMNS), members)
+    roots = find_roots(spans.lazy())
+    found = find_steps(roots, steps.select(STEP_COLUMNS), members)
+    traces = RequestTraces.of(roots, find_own_spans(roots, spans.lazy()), found)
     times = times_of(traces)
     return rows_of(traces, times, split_of(traces, times), received_ns=received_ns, version=version)
 

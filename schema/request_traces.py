@@ -41,13 +41,28 @@ _DEEPEST = 64  # spans between a span and its request; a cycle ends there
 
 
 @dataclass(frozen=True)
-class RequestSpans:
-    """Requests (one row of `roots` each, sorted by trace and span) and their own spans."""
+class RequestRoots:
+    """The server roots of requests, one row each, sorted by trace and span id."""
 
-    roots: pl.DataFrame
-    index: SpanIndex  # of the roots
+    rows: pl.DataFrame  # ROOT_COLUMNS
+    index: SpanIndex
+
+
+@dataclass(frozen=True)
+class RequestSpans:
+    """The requests' own spans, and how many distinct waits in the queue each of them had."""
+
     spans: OwnSpans
-    waits: Ints  # distinct queue spans of each request
+    waits: Ints
+
+
+@dataclass(frozen=True)
+class RequestSteps:
+    """The steps of all first ranks, and the requests that were in them."""
+
+    rows: pl.DataFrame  # STEP_COLUMNS
+    times: EngineSteps
+    members: Members  # sorted, once per step
 
 
 @dataclass(frozen=True)
@@ -56,10 +71,15 @@ class RequestTraces:
 
     roots: pl.DataFrame
     spans: OwnSpans
-    step_rows: pl.DataFrame  # STEP_COLUMNS of the steps of rank 0
-    steps: EngineSteps  # their times
-    members: Members  # sorted, once per step
-    waits: Ints  # distinct queue spans of each request
+    waits: Ints
+    step_rows: pl.DataFrame
+    steps: EngineSteps
+    members: Members
+
+    @classmethod
+    def of(cls, roots: RequestRoots, own: RequestSpans, steps: RequestSteps) -> "RequestTraces":
+        """Put together what was found for the same roots."""
+        return cls(roots.rows, own.spans, own.waits, steps.rows, steps.times, steps.members)
 
     @property
     def sampling(self) -> NDArray[np.bool_]:
@@ -74,35 +94,27 @@ def is_request_root() -> pl.Expr:
     return (pl.col("kind") == "server") & known
 
 
-def find_requests(spans: pl.LazyFrame, wanted: pl.Expr | None = None) -> RequestSpans:
-    """Find the requests whose root is `wanted` (or all) and their own spans.
+def find_roots(spans: pl.LazyFrame, wanted: pl.Expr | None = None) -> RequestRoots:
+    """Find the requests among `spans` (columns of SPANS) whose root is `wanted`, or all.
 
-    `spans` has the columns of SPANS. Of two roots with one id the one that ends last counts.
+    Of two roots with one id the one that ends last counts.
     """
     chosen = is_request_root() if wanted is None else is_request_root() & wanted
     roots = _newest(spans.filter(chosen).select(ROOT_COLUMNS).collect()).sort(_IDS)
-    index = SpanIndex(SpanIds.of(roots["trace_id"], roots["span_id"]))
-    return RequestSpans(roots, index, *_own_spans(index, roots, spans))
+    return RequestRoots(roots, SpanIndex(SpanIds.of(roots["trace_id"], roots["span_id"])))
 
 
-def join_steps(
-    found: RequestSpans, steps: pl.DataFrame, members: Iterable[pa.Array]
-) -> RequestTraces:
-    """Join requests to their steps.
+def find_steps(
+    roots: RequestRoots, steps: pl.DataFrame, members: Iterable[pa.Array]
+) -> RequestSteps:
+    """Find the steps of the requests.
 
     `steps` has STEP_COLUMNS, and `members` the `members` of its rows, in one array or several.
     """
     row, steps = _first_rank(steps)
-    engine_steps = _engine_steps(steps)
-    joined = find_members(found.index, members, row, steps["kind"])
-    return RequestTraces(
-        found.roots,
-        found.spans,
-        steps,
-        engine_steps,
-        once_per_step(joined, engine_steps),
-        found.waits,
-    )
+    times = _engine_steps(steps)
+    found = find_members(roots.index, members, row, steps["kind"])
+    return RequestSteps(steps, times, once_per_step(found, times))
 
 
 def _newest(spans: pl.DataFrame) -> pl.DataFrame:
@@ -114,8 +126,8 @@ def _newest(spans: pl.DataFrame) -> pl.DataFrame:
     return newest.unique(_IDS, keep="first", maintain_order=True)
 
 
-def _own_spans(index: SpanIndex, roots: pl.DataFrame, spans: pl.LazyFrame) -> tuple[OwnSpans, Ints]:
-    """Return the requests' spans by kind, and how many distinct waits in the queue each had."""
+def find_own_spans(roots: RequestRoots, spans: pl.LazyFrame) -> RequestSpans:
+    """Find the spans among `spans` (columns of SPANS) that tell of the requests' stages."""
     named = pl.col("name").is_in([name for name in KIND if name != "held_back"])
     own = (
         spans.filter(named & ~is_request_root().fill_null(False))
@@ -126,7 +138,7 @@ def _own_spans(index: SpanIndex, roots: pl.DataFrame, spans: pl.LazyFrame) -> tu
         )
         .collect()
     )
-    owner = _owners(index, roots, own, spans)
+    owner = _owners(roots, own, spans)
     mine = np.flatnonzero(owner >= 0)
     held = np.flatnonzero((owner >= 0) & own["held"].fill_null(False).to_numpy())
     rows = np.concatenate([mine, held])
@@ -134,7 +146,7 @@ def _own_spans(index: SpanIndex, roots: pl.DataFrame, spans: pl.LazyFrame) -> tu
     kind[len(mine) :] = KIND["held_back"]
     start, end = own["start_ns"].to_numpy()[rows], own["end_ns"].to_numpy()[rows]
     found = OwnSpans(owner[rows], kind, start, end)
-    return found, _count_waits(found, len(roots))
+    return RequestSpans(found, _count_waits(found, len(roots.rows)))
 
 
 def _count_waits(spans: OwnSpans, requests: int) -> Ints:
@@ -147,14 +159,14 @@ def _count_waits(spans: OwnSpans, requests: int) -> Ints:
     return np.bincount(request[distinct], minlength=requests)
 
 
-def _owners(index: SpanIndex, roots: pl.DataFrame, own: pl.DataFrame, spans: pl.LazyFrame) -> Ints:
+def _owners(roots: RequestRoots, own: pl.DataFrame, spans: pl.LazyFrame) -> Ints:
     """Return the request of each span, -1 where none is above it."""
-    owner = index.find(SpanIds.of(own["trace_id"], own["parent_span_id"]))
+    owner = roots.index.find(SpanIds.of(own["trace_id"], own["parent_span_id"]))
     lost = own[np.flatnonzero(owner == -1)].select("trace_id", "parent_span_id")
-    in_trace = lost["trace_id"].is_in(roots["trace_id"].unique().implode())
+    in_trace = lost["trace_id"].is_in(roots.rows["trace_id"].unique().implode())
     nested = np.flatnonzero((in_trace & lost["parent_span_id"].is_not_null()).to_numpy())
     if len(nested):
-        owner[np.flatnonzero(owner == -1)[nested]] = _climb(index, lost[nested], spans)
+        owner[np.flatnonzero(owner == -1)[nested]] = _climb(roots.index, lost[nested], spans)
     return owner
 
 

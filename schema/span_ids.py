@@ -43,32 +43,18 @@ class SpanIds:
             trace_valid[trace_row] & span_valid[span_row],
         )
 
-    @classmethod
-    def of_columns(cls, table: pa.Table) -> "SpanIds":
-        """Take the columns trace_id and span_id of a table of spans: these are never null."""
-        trace = _fixed_words(table["trace_id"], 2)
-        span = _fixed_words(table["span_id"], 1)
-        return cls(trace[:, 0], trace[:, 1], span[:, 0], np.ones(len(table), np.bool_))
-
-    def take(self, rows: Ints) -> "SpanIds":
-        """Return the ids of some rows."""
-        return SpanIds(
-            self.trace_high[rows], self.trace_low[rows], self.span[rows], self.valid[rows]
-        )
-
     def __len__(self) -> int:
         return len(self.span)
 
 
-def may_be_repeated(files: Iterable[SpanIds]) -> list[Ints]:
-    """Return for each file the rows whose id other rows have too, and by bad luck a few more."""
-    factors = _random_factors()
-    mixed = [_mix(ids, factors) for ids in files]
-    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *mixed]))
+def may_be_repeated(span_ids: Iterable[pa.ChunkedArray]) -> list[Ints]:
+    """Return for each file of span ids the rows whose id occurs again, in whatever trace."""
+    files = [_fixed_words(ids, 1)[:, 0] for ids in span_ids]
+    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *files]))
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if not len(repeated):
-        return [np.empty(0, np.int64)] * len(mixed)
-    return [np.flatnonzero(np.isin(part, repeated)) for part in mixed]
+        return [np.empty(0, np.int64)] * len(files)
+    return [np.flatnonzero(np.isin(ids, repeated)) for ids in files]
 
 
 class SpanIndex:
