@@ -95,7 +95,7 @@ def _print_stages(found: "Attribution", explained: str) -> None:
     for stage in found.bands["p50"].stages_ns or {}:
         assert band.stages_ns is not None
         share = band.stages_ns[stage] / band.e2e_ns if band.e2e_ns else None
-        tail = (band.contributions or {}).get(stage)
+        tail = None if band.contributions is None else round(band.contributions[stage], 3) or 0.0
         times = [_number((b.stages_ns or {}).get(stage)) for b in bands]
         count = found.longest_of_requests.get(stage, 0)
         rows.append(

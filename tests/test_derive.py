@@ -229,6 +229,20 @@ def test_many_requests_in_one_trace_and_one_inside_another() -> None:
     ]
 
 
+def test_steps_tell_equal_span_ids_of_different_traces_apart() -> None:
+    links = [
+        {"trace_id": trace_id, "span_id": span_id(1), "phase": "prefill", "tokens": 3}
+        for trace_id in (TRACE, OTHER_TRACE)
+    ]
+    both, one = step(1, 10, 20, []), step(2, 20, 30, [(1, "decode")])
+    both[0]["links"] = links
+    made = derived([root(1, 0, 40), root(1, 5, 40, trace_id=OTHER_TRACE), *both, *one])
+    assert made.select("trace_id", "steps", "prefill_ns", "decode_ns").rows() == [
+        (TRACE, 2, 7, 7),
+        (OTHER_TRACE, 1, 7, 0),
+    ]
+
+
 def test_spans_below_spans_below_a_request() -> None:
     chain = [span(n, n - 1, "work", 0, 9) for n in range(2, 40)]
     deep = span(40, 39, "queue", 2, 6)

@@ -151,3 +151,18 @@ def test_any_split_into_files_reads_as_the_set_of_rows(
     assert set(read.rows()) == {(bytes([t]) * 16, bytes([s]) * 8, at) for t, s, at in keys}
     assert read.height == len(set(keys))
     assert read.filter(pl.col("start_ns") < 0).height == 0
+
+
+def test_nested_values_are_encoded_like_flat_ones(tmp_path: Path) -> None:
+    """Names of nested values differ in Parquet: a rule for flat columns would pass them by."""
+    member = {"trace_id": b"t" * 16, "span_id": b"s" * 8, "phase": "decode", "tokens": 1}
+    step = {"replica": "0", "rank": 0, "kind": "decode_step", "members": [member]}
+    stamps = ("start_ns", "schedule_end_ns", "end_ns", "received_ns", "step_seq")
+    row = {"trace_id": b"e" * 16, "span_id": b"e" * 8, **step, **dict.fromkeys(stamps, 1)}
+    path = Store(tmp_path).write("steps", TABLES["steps"].from_rows([row]))
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = (group.column(at) for at in range(group.num_columns))
+    encodings = {column.path_in_schema: column.encodings for column in columns}
+    assert "RLE_DICTIONARY" in encodings["members.list.element.trace_id"]
+    assert "RLE_DICTIONARY" in encodings["replica"]
+    assert "DELTA_BINARY_PACKED" in encodings["start_ns"]
