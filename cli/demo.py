@@ -28,6 +28,7 @@ from perfledger.schema.errors import PerfledgerError
 from perfledger.schema.store import Store
 
 QUESTION = "What is the capital of France? Answer in one sentence."
+ANSWER_TOKENS = 32
 SLOTS = 8
 # The workload is fitted to the machine: mean lengths at most these, and about this much work.
 MEAN_INPUT, MEAN_OUTPUT = 96, 20
@@ -114,7 +115,7 @@ def ask(url: str) -> Probe:
     words = " ".join(["word"] * 128)
     _timed(url, words, 1)  # the first one pays for lazy set-up
     first_ns, _, prompt_tokens, _, _ = _timed(url, words, 1)
-    answer_first_ns, answer_ns, asked, output_tokens, answer = _timed(url, QUESTION, 24)
+    answer_first_ns, answer_ns, asked, output_tokens, answer = _timed(url, QUESTION, ANSWER_TOKENS)
     return Probe(
         answer=answer.strip(),
         prompt_tokens=asked,
@@ -165,6 +166,7 @@ def _timed(url: str, text: str, max_tokens: int) -> tuple[int, int, int, int, st
     content = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": max_tokens,
+        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
