@@ -13,7 +13,8 @@ import polars as pl
 from perfledger.analyzers.latency import Distribution, distribution
 from perfledger.analyzers.ledger import Selection
 from perfledger.schema.attributes import REQUEST_ROOTS
-from perfledger.schema.request_traces import RequestTraces, is_request_root
+from perfledger.schema.request_roots import is_request_root
+from perfledger.schema.request_traces import RequestTraces
 
 _EARLIER_NS = 60 * 1_000_000_000
 

@@ -12,13 +12,9 @@ import pyarrow as pa
 from perfledger.schema.attributes import STEP_NAMES
 from perfledger.schema.derive import step_rows
 from perfledger.schema.errors import NoDataError
-from perfledger.schema.request_traces import (
-    STEP_COLUMNS,
-    RequestTraces,
-    find_own_spans,
-    find_roots,
-    find_steps,
-)
+from perfledger.schema.own_spans import OWN_COLUMNS, OWN_ENCODED, find_own_spans
+from perfledger.schema.request_roots import find_roots
+from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, find_steps
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.step_members import MEMBER_LEAVES
 from perfledger.schema.store import DEFAULT_NAMESPACE, Store
@@ -28,7 +24,7 @@ from perfledger.schema.tables import STEPS
 _CLOCK_SLACK_NS = 3600 * 1_000_000_000
 
 
-def open(store: str, namespace: str = DEFAULT_NAMESPACE) -> "Selection":  # noqa: A001
+def open(store: str, namespace: str = DEFAULT_NAMESPACE) -> "Selection":
     """Open a store (a folder) and select all its requests. Raises UsageError on a bad URL."""
     return Selection(Store.at(store, namespace))
 
@@ -102,7 +98,8 @@ class Selection:
             raise self._nothing()
         with ThreadPoolExecutor(1) as beside:  # two cores are faster than one
             steps = beside.submit(lambda: find_steps(roots, *self._steps()))
-            own = find_own_spans(roots, self.spans())
+            files = self.store.read_as_received("spans", OWN_COLUMNS, OWN_ENCODED, self.since_ns)
+            own = find_own_spans(roots, files, self.spans())
         return RequestTraces.of(roots, own, steps.result())
 
     def _steps(self) -> tuple[pl.DataFrame, Iterator[pa.Array]]:

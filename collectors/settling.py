@@ -22,7 +22,7 @@ from perfledger.schema.attributes import STEP_NAMES
 from perfledger.schema.columns import Table
 from perfledger.schema.derive import request_rows, step_rows
 from perfledger.schema.intervals import Ints
-from perfledger.schema.request_traces import is_request_root
+from perfledger.schema.request_roots import is_request_root
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.tables import REQUESTS, SPANS, STEPS
 

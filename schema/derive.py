@@ -10,17 +10,13 @@ import pyarrow as pa
 from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
 from perfledger.schema.columns import Table
 from perfledger.schema.intervals import Ints
+from perfledger.schema.own_spans import OWN_COLUMNS, find_own_spans
 from perfledger.schema.partition import Partition, partition
 from perfledger.schema.partition_input import (
     KIND,
 )
-from perfledger.schema.request_traces import (
-    STEP_COLUMNS,
-    RequestTraces,
-    find_own_spans,
-    find_roots,
-    find_steps,
-)
+from perfledger.schema.request_roots import find_roots
+from perfledger.schema.request_traces import STEP_COLUMNS, RequestTraces, find_steps
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 from perfledger.schema.tables import REQUESTS, STEPS
 from perfledger.schema.token_times import NEVER, TokenTimes, token_times
@@ -99,8 +95,9 @@ def request_rows(
     """
     members = [steps["members"].rechunk().to_arrow()]
     roots = find_roots(spans.lazy())
+    own = find_own_spans(roots, [spans.select(OWN_COLUMNS).to_arrow()], spans.lazy())
     found = find_steps(roots, steps.select(STEP_COLUMNS), members)
-    traces = RequestTraces.of(roots, find_own_spans(roots, spans.lazy()), found)
+    traces = RequestTraces.of(roots, own, found)
     times = times_of(traces)
     return rows_of(traces, times, split_of(traces, times), received_ns=received_ns, version=version)
 

@@ -64,7 +64,10 @@ def once_per_step(members: Members, steps: EngineSteps) -> Members:
     place[by_start] = np.arange(len(by_start))
     # One integer a member sorts faster than three columns; the phase that wins comes first.
     bits = len(place).bit_length()
-    key = (((members.request << bits) | place[members.step]) << 2) | members.phase
+    key = members.request << bits
+    key |= place[members.step]
+    key <<= 2
+    key |= members.phase
     key.sort()
     pair = key >> 2
     kept = np.ones(len(pair), np.bool_)

@@ -1,7 +1,7 @@
 """Exact look-up of spans by (trace id, span id), for millions of them at once."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -43,13 +43,32 @@ class SpanIds:
             trace_valid[trace_row] & span_valid[span_row],
         )
 
+    def take(self, rows: Ints) -> "SpanIds":
+        """Return the ids of some rows."""
+        return SpanIds(
+            self.trace_high[rows], self.trace_low[rows], self.span[rows], self.valid[rows]
+        )
+
+    def traces(self) -> "SpanIds":
+        """Return the trace ids alone, with one span id for all."""
+        return replace(self, span=np.zeros_like(self.span))
+
+    @classmethod
+    def joined(cls, parts: Iterable["SpanIds"]) -> "SpanIds":
+        """Put ids one after another; there is at least one part."""
+        columns = zip(*((p.trace_high, p.trace_low, p.span, p.valid) for p in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
+
     def __len__(self) -> int:
         return len(self.span)
 
 
 def may_be_repeated(span_ids: Iterable[pa.ChunkedArray]) -> list[Ints]:
     """Return for each file of span ids the rows whose id occurs again, in whatever trace."""
-    files = [_fixed_words(ids, 1)[:, 0] for ids in span_ids]
+    files = [
+        np.concatenate([np.empty(0, np.uint64), *(_fixed_words(c, 1)[:, 0] for c in ids.chunks)])
+        for ids in span_ids
+    ]
     ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *files]))
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if not len(repeated):
@@ -108,25 +127,43 @@ def _mix(ids: SpanIds, factors: Words) -> Words:
 
 def _words(ids: pa.Array, words: int) -> tuple[Words, NDArray[np.bool_]]:
     """Return ids as rows of machine words, and which of them have that length; one more is none."""
+    found = np.zeros((len(ids) + 1, words), np.uint64)
+    valid = np.zeros(len(ids) + 1, np.bool_)
+    if ids.type == pa.binary(8 * words):
+        found[:-1] = _fixed_words(ids, words)
+        valid[:-1] = _present(ids)
+    else:
+        found[:-1], valid[:-1] = _variable_words(ids, words)
+    return found, valid
+
+
+def _fixed_words(ids: pa.FixedSizeBinaryArray, words: int) -> Words:
+    if not len(ids):
+        return np.empty((0, words), np.uint64)
+    first = ids.offset * 8 * words
+    flat = np.frombuffer(ids.buffers()[1], np.uint64, len(ids) * words, first)
+    return flat.reshape(-1, words)
+
+
+def _present(ids: pa.Array) -> NDArray[np.bool_]:
+    bits = ids.buffers()[0]
+    if bits is None:
+        return np.ones(len(ids), np.bool_)
+    unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    return unpacked[ids.offset : ids.offset + len(ids)].astype(np.bool_)
+
+
+def _variable_words(ids: pa.Array, words: int) -> tuple[Words, NDArray[np.bool_]]:
+    """Read ids that may have any length."""
     width = 8 * words
     _, offsets, values = ids.buffers()
     wide = np.int64 if ids.type == pa.large_binary() else np.int32
     offset = np.frombuffer(offsets or bytes(8), wide)[ids.offset : ids.offset + len(ids) + 1]
-    valid = np.diff(offset) == width  # a null has no length
     data = np.frombuffer(values or b"", np.uint8)
-    found = np.zeros((len(ids) + 1, words), np.uint64)
+    valid = np.diff(offset) == width  # a null has no length
     if valid.all():  # rows of equal length lie back to back
-        found[:-1] = data[offset[0] : offset[-1]].view(np.uint64).reshape(-1, words)
-    else:
-        flat = data[offset[:-1][valid][:, None] + np.arange(width)].ravel()
-        found[:-1][valid] = flat.view(np.uint64).reshape(-1, words)
-    return found, np.append(valid, False)
-
-
-def _fixed_words(ids: pa.ChunkedArray, words: int) -> Words:
-    chunks = [
-        np.frombuffer(chunk.buffers()[1], np.uint64, len(chunk) * words, chunk.offset * 8 * words)
-        for chunk in ids.chunks
-        if len(chunk)
-    ]
-    return np.concatenate([np.empty(0, np.uint64), *chunks]).reshape(-1, words)
+        return data[offset[0] : offset[-1]].view(np.uint64).reshape(-1, words), valid
+    found = np.zeros((len(ids), words), np.uint64)
+    flat = data[offset[:-1][valid][:, None] + np.arange(width)].ravel()
+    found[valid] = flat.view(np.uint64).reshape(-1, words)
+    return found, valid

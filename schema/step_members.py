@@ -11,12 +11,14 @@ import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from perfledger.schema.encoded_columns import codes, encoded, numbered
 from perfledger.schema.intervals import Ints
 from perfledger.schema.partition_input import (
     DECODE,
     PREFILL,
     RECOMPUTE,
     Members,
+    Small,
 )
 from perfledger.schema.span_ids import SpanIds, SpanIndex
 
@@ -57,9 +59,9 @@ def find_members(
 
 def _find(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
     """Look up each different id once."""
-    trace_id, span_id = _encoded(trace_id), _encoded(span_id)
+    trace_id, span_id = encoded(trace_id), encoded(span_id)
     traces, spans = len(trace_id.dictionary), len(span_id.dictionary)
-    trace_code, span_code = _codes(trace_id, null=traces), _codes(span_id, null=spans)
+    trace_code, span_code = codes(trace_id, null=traces), codes(span_id, null=spans)
     trace_of, span_of = np.full(spans + 1, traces), np.arange(spans + 1)
     trace_of[span_code] = trace_code
     if (trace_of[span_code] != trace_code).any():  # one span id in several traces
@@ -69,23 +71,9 @@ def _find(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
     return index.find(ids)[span_code]
 
 
-def _encoded(values: pa.Array) -> pa.Array:
-    return values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-
-
-def _codes(encoded: pa.Array, null: int) -> Ints:
-    """Return the codes of a dictionary array, `null` for null."""
-    codes = encoded.indices.to_numpy(zero_copy_only=False)
-    codes = np.nan_to_num(codes, nan=null) if encoded.null_count else codes
-    whole: Ints = codes.astype(np.int64)
-    return whole
-
-
-def _phases(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> NDArray[np.int8]:
+def _phases(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> Small:
     """Number the phases; where a link does not tell, the kind of the step does."""
-    phase = _encoded(phase)
-    numbers = [_PHASES.get(name, DECODE) for name in phase.dictionary.to_pylist()]
-    number = np.array([*numbers, _UNTOLD], np.int8)[_codes(phase, len(numbers))]
+    number = numbered(phase, _PHASES, other=DECODE, null=_UNTOLD)
     untold = np.flatnonzero(number == _UNTOLD)
     number[untold] = np.where(prefills[step[untold]], PREFILL, DECODE)
     return number

@@ -455,3 +455,19 @@ def test_a_process_of_its_own(store: Path) -> None:
     done = subprocess.run([*command, "--band", "p50"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("p50: the longest stage is queue, 38.2 % of 27.5 ms (2 requests")
+
+
+def test_requests_that_all_failed_have_no_bands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [request(n, 10 * n, 0, outcome="refused", output_tokens=0)[0] for n in range(1, 4)]
+    rows.append(span(trace(9), 1, 0, "chat", 5, 5) | {"kind": "server", "outcome": "error"})
+    write(tmp_path, rows)
+    assert main(["attribute", "--store", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == [
+        "No request ended ok, so there is no band to explain.",
+        "all requests, 4 requests: error 1 (longest sample 1); refused 3 (longest",
+    ]
+    assert main(["attribute", "--store", str(tmp_path), "--per-request"]) == 0
+    assert main(["attribute", "--store", str(tmp_path), "--json"]) == 0

@@ -251,6 +251,15 @@ def test_spans_below_spans_below_a_request() -> None:
     ]
 
 
+def test_a_request_of_another_instance_is_also_a_stage_of_the_one_above() -> None:
+    inner = root(2, 1, 6, name="prefill", parent_span_id=span_id(1))
+    made = derived([root(1, 0, 9), inner, span(3, 2, "queue", 1, 3)])
+    assert [stages(row) for row in made.sort("span_id").to_dicts()] == [
+        {"prefill": 5, "unattributed": 4},
+        {"queue": 2, "unattributed": 3},
+    ]
+
+
 def test_parents_in_a_circle_or_unknown_belong_to_nobody() -> None:
     rows = [
         root(1, 0, 9),
