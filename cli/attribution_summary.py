@@ -66,9 +66,10 @@ def _print_answer(found: "Attribution", band: "Band") -> None:
     else:
         share = percent(band.stages_ns[band.longest] / band.e2e_ns)
         few = ", too few to be a percentile" if band.too_few else ""
+        count = f"{band.requests:,} request{'' if band.requests == 1 else 's'}"
         _say(
             f"{band.name}: the longest stage is {band.longest}, {share} of "
-            f"{_number(band.e2e_ns)} ms ({band.requests:,} requests{few})"
+            f"{_number(band.e2e_ns)} ms ({count}{few})"
         )
     if band.contributions:
         largest = sorted(band.contributions.items(), key=lambda part: -part[1])[:2]

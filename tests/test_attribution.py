@@ -414,7 +414,7 @@ def test_the_json_object(store: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_screen(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["attribute", "--store", str(store)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("p95: the longest stage is queue, 54.1 % of 37.0 ms (1 requests")
+    assert printed[0].startswith("p95: the longest stage is queue, 54.1 % of 37.0 ms (1 request")
     assert max(map(len, printed)) <= 80
     assert len(printed) <= 50
     rows = {line[:12].strip(): line[12:].split() for line in printed}
