@@ -4,6 +4,7 @@ Everything is made again from spans and steps. Bands rank the requests that ende
 from arrival to end: p50 is the 45th to 55th percentile, p95 and p99 the slowest 5 % and 1 %.
 """
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def attribute(selection: Selection) -> Attribution:
     statuses = requests["status"].unique().sort().to_list()
     by_status = {s: _counts(requests.filter(pl.col("status") == s)["longest"]) for s in statuses}
     with ThreadPoolExecutor(1) as beside:  # two cores are faster than one
-        missing = beside.submit(completeness, selection, traces, requests)
+        now_ns = time.time_ns()
+        missing = beside.submit(completeness, selection, traces, requests, now_ns=now_ns)
         return Attribution(
             selection=selection.describe(),
             requests=requests,
@@ -90,7 +92,7 @@ def attribute_requests(selection: Selection) -> tuple[pl.DataFrame, Completeness
     traces = selection.traces()
     times = times_of(traces)
     requests = rows_of(traces, times, split_of(traces, times), received_ns=0)
-    return requests, completeness(selection, traces, requests)
+    return requests, completeness(selection, traces, requests, now_ns=time.time_ns())
 
 
 def bands(requests: pl.DataFrame) -> dict[str, Band]:

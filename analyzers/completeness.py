@@ -8,10 +8,9 @@ import polars as pl
 import pyarrow as pa
 
 from perfledger.analyzers.ledger import Selection
+from perfledger.analyzers.telemetry_loss import lost_on_the_way
 from perfledger.schema.intervals import Ints
-from perfledger.schema.partition_input import (
-    KIND,
-)
+from perfledger.schema.partition_input import KIND
 from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.span_ids import SpanIds, SpanIndex, may_be_repeated
 from perfledger.schema.stages import STAGE_COLUMNS, SUB_STAGE_COLUMNS
@@ -24,13 +23,22 @@ DEFINITIONS: Mapping[str, str] = {
     "untimed_tokens": "output tokens told by the roots of ok requests, beyond the token times",
     "telemetry_gaps": "telemetry_dropped spans of the service while these requests were served",
     "records_dropped": "records that the runtime says it lost in these gaps",
+    "lost_on_the_way": "spans and request records that the service says it lost on the way to the"
+    " collector, by its metrics, while these requests were served",
+    "times_repaired": "spans of these traces whose end was before their start, or absent",
     "id_conflicts": "span ids of these traces that several different spans carry",
     "not_derived": "requests that the table `requests` has no row of (yet)",
-    "differing": "requests whose row in the table `requests` has other times than found now",
+    "unsettled": "requests whose row has other times than found now, within a minute of their end:"
+    " the collector derives them again",
+    "differing": "the same, later than that",
 }
 
 _IDS = ["trace_id", "span_id"]
 _EXPECTED = ("tokenize", "queue", "context", "sample", "detokenize", "stream")
+# A completion may be asked for in token ids: then there is nothing to tokenize.
+_EXPECTED_OF_CHAT = frozenset({"tokenize"})
+# The collector looks at a request for the last time a minute after its root's end.
+_SETTLED_AFTER_NS = 75 * 1_000_000_000
 _TIMES = ("arrival_ns", "end_ns", "ttft_ns", "ttfc_ns", *STAGE_COLUMNS, *SUB_STAGE_COLUMNS)
 
 
@@ -44,8 +52,11 @@ class Completeness:
     untimed_tokens: int
     telemetry_gaps: int
     records_dropped: int
+    lost_on_the_way: int
+    times_repaired: int
     id_conflicts: int
     not_derived: int
+    unsettled: int
     differing: int
 
     def losses(self) -> list[str]:
@@ -55,6 +66,8 @@ class Completeness:
             found.append(
                 f"{self.records_dropped} telemetry records dropped in {self.telemetry_gaps} gaps"
             )
+        if self.lost_on_the_way:
+            found.append(f"{self.lost_on_the_way} spans or records lost on the way to a collector")
         if self.id_conflicts:
             found.append(f"{self.id_conflicts} span ids are carried by several different spans")
         if self.differing:
@@ -63,12 +76,14 @@ class Completeness:
 
 
 def completeness(
-    selection: Selection, traces: RequestTraces, requests: pl.DataFrame
+    selection: Selection, traces: RequestTraces, requests: pl.DataFrame, *, now_ns: int
 ) -> Completeness:
-    """Count what is missing. `requests` holds the `requests` rows of `traces`, in their order."""
+    """Count what is missing. `requests` holds the `requests` rows of `traces`, in their order;
+    `now_ns` is the wall time, by which late spans may still be under way."""
     ok = (requests["status"] == "ok").to_numpy()
     gaps, dropped = _gaps(selection, requests)
-    not_derived, differing = _compare(selection, requests)
+    not_derived, unsettled, differing = _compare(selection, requests, now_ns)
+    first_ns, last_ns = requests["arrival_ns"].min(), requests["end_ns"].max()
     timed = pl.col("token_times_ns").list.len().fill_null(0)
     untimed = requests.filter(pl.Series(ok)).select(
         (pl.col("output_tokens") - timed).clip(lower_bound=0).sum()
@@ -76,22 +91,27 @@ def completeness(
     return Completeness(
         requests=len(requests),
         without_steps=requests.filter(pl.Series(ok))["steps"].null_count(),
-        missing_spans=_missing_spans(traces, ok),
+        missing_spans=_missing_spans(traces, requests, ok),
         untimed_tokens=untimed.item(),
         telemetry_gaps=gaps,
         records_dropped=dropped,
+        lost_on_the_way=lost_on_the_way(selection, first_ns, last_ns),  # type: ignore[arg-type]
+        times_repaired=_times_repaired(selection, requests),
         id_conflicts=_conflicts(selection, traces),
         not_derived=not_derived,
+        unsettled=unsettled,
         differing=differing,
     )
 
 
-def _missing_spans(traces: RequestTraces, ok: Ints) -> dict[str, int]:
+def _missing_spans(traces: RequestTraces, requests: pl.DataFrame, ok: Ints) -> dict[str, int]:
     missing = {}
+    chat = requests["operation"].ne_missing("text_completion").to_numpy()
     for name in _EXPECTED:
         has = np.zeros(len(ok), np.bool_)
         has[traces.spans.request[traces.spans.kind == KIND[name]]] = True
-        if count := int((ok & ~has).sum()):
+        expected = ok & chat if name in _EXPECTED_OF_CHAT else ok
+        if count := int((expected & ~has).sum()):
             missing[name] = count
     return missing
 
@@ -130,8 +150,15 @@ def _columns_by_file(selection: Selection, names: list[str]) -> Iterator[pa.Tabl
     return selection.store.read_as_received("spans", names, (), selection.since_ns)
 
 
-def _compare(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
-    """Return how many of these requests have no stored row, and how many have a different one."""
+def _times_repaired(selection: Selection, requests: pl.DataFrame) -> int:
+    repaired = selection.spans().filter(pl.col("time_repaired")).select(_IDS).collect().unique()
+    ours = repaired["trace_id"].is_in(requests["trace_id"].unique().implode())
+    return int(ours.sum())
+
+
+def _compare(selection: Selection, requests: pl.DataFrame, now_ns: int) -> tuple[int, int, int]:
+    """Return how many of these requests have no stored row, and how many have a different one:
+    those whose row may yet be written again, and the others."""
     stored = selection.store.scan_as_received("requests", selection.since_ns)
     rows = stored.select(*_IDS, "version", "received_ns", *_TIMES).collect()
     if rows.select(_IDS).n_unique() < len(rows):
@@ -140,10 +167,12 @@ def _compare(selection: Selection, requests: pl.DataFrame) -> tuple[int, int]:
     at = index.find(SpanIds.of(requests["trace_id"], requests["span_id"]))
     known = np.flatnonzero(at >= 0)
     if not len(known):
-        return len(requests), 0
+        return len(requests), 0, 0
     now = requests if len(known) == len(requests) else requests[known]
     at = at[known]
     differs = np.zeros(len(known), np.bool_)
     for name in _TIMES:
         differs |= rows[name].gather(at).ne_missing(now[name]).to_numpy()
-    return len(requests) - len(known), int(differs.sum())
+    young = (now["end_ns"] > now_ns - _SETTLED_AFTER_NS).to_numpy()
+    counts = int((differs & young).sum()), int((differs & ~young).sum())
+    return len(requests) - len(known), *counts

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from perfledger.analyzers.completeness import Completeness
     from perfledger.analyzers.ledger import Selection
 
-__all__ = ["add_parser", "as_json", "print_attribution", "run"]
-
 BANDS = ("p50", "p95", "p99")
 LINES_AT_ONCE = 10_000
 EXAMPLES = """\
@@ -80,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
         print_json(as_json(found))
     else:
         print_attribution(found, args.band)
-    return _told(found.completeness)
+    return require_whole(found.completeness)
 
 
-def _told(completeness: "Completeness") -> int:
+def require_whole(completeness: "Completeness") -> int:
     """Return 0. Raises PartialInputError where something is lost or in doubt."""
     if losses := completeness.losses():
         raise PartialInputError("; ".join(losses), fix="see completeness in --json")
@@ -101,7 +99,7 @@ def _per_request(args: argparse.Namespace, selection: "Selection") -> int:
         print_json([line for line in request_lines(requests).iter_rows(named=True)])
     else:
         print_slowest(requests)
-    return _told(completeness)
+    return require_whole(completeness)
 
 
 def request_lines(requests: "pl.DataFrame") -> "pl.DataFrame":

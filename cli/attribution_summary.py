@@ -141,6 +141,10 @@ def _print_missing(completeness: "Completeness") -> None:
         notes.append(f"ok requests without a span: {', '.join(missing)}")
     if completeness.untimed_tokens:
         notes.append(f"{completeness.untimed_tokens:,} output tokens without a time")
+    if completeness.times_repaired:
+        notes.append(f"{completeness.times_repaired:,} spans ended before they started")
+    if completeness.unsettled:
+        notes.append(f"{completeness.unsettled:,} requests are being derived again")
     if completeness.not_derived:
         notes.append(f"{completeness.not_derived:,} requests not in the table `requests` (yet)")
     _say(f"missing: {'; '.join(notes) or 'nothing known'}")

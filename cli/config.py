@@ -5,6 +5,7 @@ its top, for all commands) and PERFLEDGER_MAX_NUM_SEQS in the environment.
 """
 
 import argparse
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def apply_settings(parser: argparse.ArgumentParser, settings: Settings) -> None:
             if variable in settings.environment:
                 _set_default(command, action, settings.environment[variable], variable)
     _refuse_unknown(settings, shared.keys() - known, commands.keys())
+    _name_unknown(settings, known)
 
 
 def _refuse_unknown(settings: Settings, stray: set[str], commands: object) -> None:
@@ -71,6 +73,13 @@ def _refuse_unknown(settings: Settings, stray: set[str], commands: object) -> No
     stray |= sections - set(commands)  # type: ignore[call-overload]
     if stray:
         raise UsageError(f"unknown setting: {', '.join(sorted(stray))}", where=str(settings.file))
+
+
+def _name_unknown(settings: Settings, known: set[str]) -> None:
+    """Say which variables mean nothing: a warning, as they may be another program's."""
+    wanted = {f"PERFLEDGER_{key.upper()}" for key in known} | OTHER_VARIABLES
+    for variable in sorted(settings.environment.keys() - wanted):
+        print(f"perfledger: {variable} is no setting and means nothing", file=sys.stderr)
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -23,7 +23,6 @@ and prints where the time of its requests went. Then it reruns a small model wit
 slots, in random order, and says whether slots were the cause of waiting. Everything is kept in the
 store, with a report page and a Perfetto trace beside it. Ctrl-C stops all that it started."""
 
-STEPS = 4
 REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
 
 
@@ -48,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--requests", type=int, default=40, help="at most so many (default %(default)s)"
     )
     parser.add_argument(
-        "--pairs", type=int, default=6, help="pairs of runs of the rerun (default %(default)s)"
+        "--pairs", type=int, default=8, help="pairs of runs of the rerun (default %(default)s)"
     )
     parser.add_argument("--no-rerun", action="store_true", help="leave the rerun out")
     add_json(parser)
@@ -59,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 for any verdict, the code of the error otherwise."""
     from perfledger import analyzers
     from perfledger.analyzers.attribution import attribute
-    from perfledger.attribute_command import print_attribution
+    from perfledger.attribute_command import as_json, require_whole
+    from perfledger.attribution_summary import print_attribution
     from perfledger.demo import DemoSettings, serve_and_load
     from perfledger.report import write_report
     from perfledger.rerun_command import print_result
@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     settings = DemoSettings(args.store, args.namespace, args.model, args.requests, args.workload)
     quiet = args.json
     say = _hush if quiet else _say
-    say(f"1/{STEPS} serve {settings.model} and replay a workload, all of it traced")
+    steps = 3 if args.no_rerun else 4
+    say(f"1/{steps} serve {settings.model} and replay a workload, all of it traced")
     served = serve_and_load(settings, say, progress)
-    say(f"\n2/{STEPS} where the time went (run {served.run_id})\n")
+    say(f"\n2/{steps} where the time went (run {served.run_id})\n")
     selection = analyzers.open(args.store, args.namespace).where(
         run=served.run_id, from_ns=served.measured_from_ns
     )
@@ -80,21 +81,21 @@ def run(args: argparse.Namespace) -> int:
     result = None if args.no_rerun else _rerun(args, say)
     if result and not quiet:
         print_result(result)
-    say(f"\n4/{STEPS} to look at")
+    say(f"\n{steps}/{steps} to look at")
     report, trace = Path(args.store) / REPORT_FILE, Path(args.store) / TRACE_FILE
     write_report(selection, found, result, report, trace)
     say(f"  report  {report}\n  trace   {trace}  (open it in ui.perfetto.dev)")
     if quiet:
         said = {"run_id": served.run_id, "answer": served.probe.answer}
-        rerun_json = result.as_json() if result else None
-        print_json({**said, "rerun": rerun_json, "report": str(report), "trace": str(trace)})
-    return 0
+        parts = {"attribution": as_json(found), "rerun": result.as_json() if result else None}
+        print_json({**said, **parts, "report": str(report), "trace": str(trace)})
+    return require_whole(found.completeness)
 
 
 def _rerun(args: argparse.Namespace, say: Callable[[str], None]) -> "RerunResult":
     from perfledger.rerun import RerunSettings, rerun
 
-    say(f"\n3/{STEPS} are there too few slots? {args.pairs} pairs of runs, one variable changes\n")
+    say(f"\n3/4 are there too few slots? {args.pairs} pairs of runs, one variable changes\n")
     settings = RerunSettings("max_num_seqs", (2, 8), args.store, args.namespace, args.pairs)
     with progress(2 * args.pairs, "rerun") as advance:
         return rerun(settings, lambda done, total: advance())

@@ -62,7 +62,8 @@ class Recording:
     run_id: str
     store: Store
     manifest: Manifest
-    measurements: list[Measurement] = field(default_factory=list)
+    samples: list[list[Sample]] = field(default_factory=list)  # one list a call of `measure`
+    closed: bool = False
     meter: EnergyMeter = field(default_factory=find_meter)
 
     def __enter__(self) -> Self:
@@ -77,8 +78,10 @@ class Recording:
         self.close(failed="" if kind is None else kind.__name__)
 
     def close(self, failed: str = "") -> None:
-        """Write the run, its manifest and its raw samples to the store."""
-        samples = {"failed": failed, "measurements": [asdict(m) for m in self.measurements]}
+        """Write the run, its manifest and its raw samples, also those of a call that failed."""
+        self.closed = True
+        measurements = [[asdict(sample) for sample in call] for call in self.samples]
+        samples = {"failed": failed, "measurements": measurements}
         row: dict[str, object] = {
             "run_id": self.run_id,
             "kind": "record",
@@ -105,10 +108,16 @@ def record(
     """Open a run under these conditions; the rest of its manifest is collected from this host.
 
     `hardware` None is found out. `store` defaults to PERFLEDGER_STORE, else ./perfledger-data.
-    Raises UsageError on counts that cannot be.
+    Raises UsageError for a model without a name or counts that cannot be.
     """
-    if prompt_tokens < 0 or output_tokens < 1:
-        raise UsageError(f"prompt_tokens {prompt_tokens}, output_tokens {output_tokens}")
+    if not isinstance(model, str) or not model:
+        raise UsageError(f"not the name of a model: {model!r}")
+    for name, count, least in (
+        ("prompt_tokens", prompt_tokens, 0),
+        ("output_tokens", output_tokens, 1),
+    ):
+        if not isinstance(count, int) or count < least:
+            raise UsageError(f"{name} is {count!r}, but must be a whole number from {least}")
     run_id = run_id or f"record-{secrets.token_hex(6)}"
     declared: dict[str, Value] = {
         "run.id": run_id,
@@ -131,20 +140,28 @@ def measure(
 ) -> Measurement:
     """Time `generate` (it returns an iterable of tokens) `warmup + repeat` times.
 
-    Raises UsageError where repeat is below 1, NoDataError where a generation gives no token.
+    Raises UsageError where that cannot be or the run is closed, NoDataError where a generation
+    gives no token. Samples made before an error are kept with the run.
     """
     if repeat < 1 or warmup < 0:
-        raise UsageError(f"repeat {repeat}, warmup {warmup}")
-    samples = tuple(_sample(run, generate, at < warmup) for at in range(warmup + repeat))
-    measurement = _summarize(samples, run.meter)
-    run.measurements.append(measurement)
-    return measurement
+        raise UsageError(f"repeat is {repeat} (1 or more), warmup is {warmup} (0 or more)")
+    if run.closed:
+        raise UsageError("the run is closed", where=run.run_id, fix="measure inside its with block")
+    samples: list[Sample] = []
+    run.samples.append(samples)
+    for at in range(warmup + repeat):
+        samples.append(_sample(run, generate, at < warmup))
+    return _summarize(tuple(samples), run.meter)
 
 
 def _sample(run: Recording, generate: Callable[[], Iterable[object]], warmup: bool) -> Sample:
     joules_before = run.meter.read_joules()
     start_ns = monotonic_ns()
-    times_ns = tuple(monotonic_ns() - start_ns for _ in generate())
+    tokens = generate()
+    if not isinstance(tokens, Iterable):
+        kind = type(tokens).__name__
+        raise UsageError(f"the generation returned {kind}", fix="return an iterable of tokens")
+    times_ns = tuple(monotonic_ns() - start_ns for _ in tokens)
     end_ns = monotonic_ns() - start_ns
     joules_after = run.meter.read_joules()
     if not times_ns:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from perfledger.output import add_json, print_json
+from perfledger.schema.errors import UsageError
 from perfledger.selection import add_selection, add_store, time_range
 
 EXAMPLES = """\
@@ -28,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page"
     )
     parser.add_argument(
-        "--trace", type=Path, default=Path("trace.json"), metavar="FILE", help="the trace"
+        "--trace", type=Path, metavar="FILE", help="the trace (default: trace.json beside the page)"
     )
     add_store(parser)
     add_selection(parser)
@@ -42,16 +43,20 @@ def run(args: argparse.Namespace) -> int:
     from perfledger.analyzers.attribution import attribute
     from perfledger.report import write_report
 
+    trace = args.trace or args.output.with_name("trace.json")
+    for path in (args.output, trace):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", fix=f"name a file: {path / 'report.html'}")
     times = time_range(args)
     selection = analyzers.open(args.store, args.namespace).where(
         run=args.run_id, service=args.service, from_ns=times.from_ns, to_ns=times.to_ns
     )
     found = attribute(selection)
-    traced = write_report(selection, found, None, args.output, args.trace)
+    traced = write_report(selection, found, None, args.output, trace)
     if args.json:
         counts = {"requests": len(found.requests), "traced_requests": traced}
-        print_json({"report": str(args.output), "trace": str(args.trace), **counts})
+        print_json({"report": str(args.output), "trace": str(trace), **counts})
     else:
         print(f"report  {args.output}  ({len(found.requests)} requests)")
-        print(f"trace   {args.trace}  ({traced} requests)")
+        print(f"trace   {trace}  ({traced} requests)")
     return 0

@@ -52,7 +52,7 @@ def join_relative_times(arguments: Sequence[str]) -> list[str]:
     """Write `--from -15m` as `--from=-15m`: argparse would take -15m for a flag."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] in ("--from", "--to") and _AGO.fullmatch(argument):
+        if joined and joined[-1] in ("--from", "--to") and re.match(r"-\d", argument):
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)

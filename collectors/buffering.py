@@ -1,7 +1,8 @@
 """Acknowledged rows in memory, until they are files: flushed by age or by size, never dropped.
 
 This is where a write-ahead log will go; until then what is here is lost if the process is killed.
-A write that fails (a full disk) leaves the rows here, until one succeeds.
+A write that fails (a full disk) leaves the rows here, until one succeeds. Tables are written each
+for itself: what is wrong with the rows of one keeps no other from the disk.
 """
 
 import threading
@@ -33,7 +34,7 @@ class RowBuffer:
         self._lock = threading.Lock()
         self._waiting: dict[str, list[pa.Table]] = {}
         self._bytes = 0
-        self._oldest_s: float | None = None
+        self._oldest_s: dict[str, float] = {}
         self._written: Counter[str] = Counter()
 
     def add(self, table: str, rows: pa.Table) -> None:
@@ -43,8 +44,7 @@ class RowBuffer:
         with self._lock:
             self._waiting.setdefault(table, []).append(rows)
             self._bytes += _size_bytes(rows)
-            if self._oldest_s is None:
-                self._oldest_s = self._clock_s()
+            self._oldest_s.setdefault(table, self._clock_s())
 
     @property
     def bytes(self) -> int:
@@ -54,9 +54,10 @@ class RowBuffer:
     def is_due(self) -> bool:
         """Return whether the rows are old or many enough to be written."""
         with self._lock:
-            if self._oldest_s is None:
+            if not self._oldest_s:
                 return False
-            aged = self._clock_s() - self._oldest_s >= self._flush_after_s
+            oldest_s = min(self._oldest_s.values())
+            aged = self._clock_s() - oldest_s >= self._flush_after_s
             return aged or self._bytes >= self._flush_bytes
 
     def waiting(self) -> Counter[str]:
@@ -69,29 +70,28 @@ class RowBuffer:
         with self._lock:
             return self._written.copy()
 
-    def flush(self) -> None:
-        """Write everything, a file a table; `written()` counts the rows that are durable.
+    def flush(self, table: str) -> None:
+        """Write what waits of a table as one file; `written()` counts the rows that are durable.
 
-        Raises OSError where a write fails; the rows not written stay.
+        Raises what the write raises, OSError where the disk refuses; the rows stay then.
         """
         with self._lock:
-            taken, self._waiting, self._oldest_s = self._waiting, {}, None
+            parts = self._waiting.pop(table, [])
+            self._oldest_s.pop(table, None)
+        if not parts:
+            return
+        written = False
         try:
-            for table in list(taken):
-                self._write(table, pa.concat_tables(taken[table]))
-                parts = taken.pop(table)
-                with self._lock:
+            self._write(table, pa.concat_tables(parts))
+            written = True
+        finally:
+            with self._lock:
+                if written:
                     self._bytes -= sum(map(_size_bytes, parts))
                     self._written[table] += _rows(parts)
-        finally:
-            if taken:
-                self._put_back(taken)
-
-    def _put_back(self, taken: dict[str, list[pa.Table]]) -> None:
-        with self._lock:
-            for table, parts in taken.items():
-                self._waiting[table] = parts + self._waiting.get(table, [])
-            self._oldest_s = self._clock_s()
+                else:
+                    self._waiting[table] = parts + self._waiting.get(table, [])
+                    self._oldest_s[table] = self._clock_s()
 
 
 def _size_bytes(rows: pa.Table) -> int:

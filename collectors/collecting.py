@@ -74,6 +74,11 @@ class Collector:
         self._counts: Counter[str] = Counter()
         self._stopping = asyncio.Event()
 
+    @property
+    def most_read_at_once(self) -> int:
+        """Return how many of the largest requests fill the buffer, and one more."""
+        return self._limits.buffer_bytes // self._limits.request_bytes + 1
+
     def check_room(self) -> None:
         """Raise `overloaded()` while rows in memory and requests under way fill the buffer."""
         if self._buffer.bytes + self._reserved_bytes >= self._limits.buffer_bytes:
@@ -174,11 +179,14 @@ class Collector:
         return True
 
     async def _write(self) -> bool:
-        """Write what is in memory; return whether that went well."""
+        """Write what is in memory, each table for itself; return whether all went well."""
+        return all([await self._write_table(table) for table in self._buffer.waiting()])
+
+    async def _write_table(self, table: str) -> bool:
         done = False
         with self._contained("writing"):
             try:
-                await asyncio.to_thread(self._buffer.flush)
+                await asyncio.to_thread(self._buffer.flush, table)
                 done = True
             except OSError as error:
                 self._counts["write_failures"] += 1
@@ -193,6 +201,9 @@ class Collector:
             )
             self._buffer.add("steps", settled.steps)
             self._buffer.add("requests", settled.requests)
+            for defect in settled.defects:
+                with self._contained("deriving"):
+                    raise defect
 
     @contextmanager
     def _contained(self, what: str) -> Iterator[None]:

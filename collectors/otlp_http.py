@@ -1,8 +1,9 @@
 """OTLP over HTTP, as an ASGI application: POST of protobuf, gzip or none.
 
-Answers: 200 with the export response; 400 undecodable; 404, 405, 415; 413 over the limit; 503 with
-Retry-After while memory is full. Every error's body is a google.rpc.Status in the encoding of the
-request. JSON requests get 415 for now: OTLP's JSON is not protobuf's, and nothing is guessed.
+Answers: 200 with the export response; 400 undecodable; 404, 405, 415; 408 where the body does not
+come in time; 413 over the limit; 503 with Retry-After while memory is full. Every error's body is a
+google.rpc.Status in the encoding of the request. JSON requests get 415 for
+now: OTLP's JSON is not protobuf's, and nothing is guessed.
 """
 
 import asyncio
@@ -14,8 +15,10 @@ from google.protobuf.json_format import MessageToJson
 from google.rpc.code_pb2 import Code
 
 from perfledger.collectors.otlp_receiver import (
+    READ_TIMEOUT_S,
     Refusal,
     Sink,
+    read_within,
     reservation,
     too_large,
     undecodable,
@@ -38,8 +41,13 @@ class Disconnected(Exception):
     """The client went away before its request was whole."""
 
 
-def http_app(sink: Sink, max_request_bytes: int) -> Application:
-    """Return the application; a body may have `max_request_bytes` before and after inflating."""
+def http_app(
+    sink: Sink, max_request_bytes: int, read_timeout_s: float = READ_TIMEOUT_S
+) -> Application:
+    """Return the application; a body may have `max_request_bytes` before and after inflating.
+
+    It must be whole after `read_timeout_s`.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
@@ -47,7 +55,8 @@ def http_app(sink: Sink, max_request_bytes: int) -> Application:
         try:
             asked = _asked(signal, scope["method"], headers)
             with reservation(sink) as take:
-                body = await _body(receive, headers, max_request_bytes, take)
+                async with read_within(read_timeout_s):
+                    body = await _body(receive, headers, max_request_bytes, take)
                 answer = (await sink.export(asked, body)).response()
         except Disconnected:
             return

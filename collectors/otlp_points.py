@@ -107,7 +107,7 @@ def _histogram(point: HistogramDataPoint | ExponentialHistogramDataPoint) -> Row
         bounds, counts = _explicit_buckets(point)
     if counts and len(counts) != len(bounds) + 1:
         raise _Reject("a histogram has one bucket more than bounds")
-    if len(counts) > MOST_BUCKETS:
+    if max(len(bounds), len(counts)) > MOST_BUCKETS:
         raise _Reject(f"a histogram has more than {MOST_BUCKETS} buckets")
     return {
         "count": _count(point.count),

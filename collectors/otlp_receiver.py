@@ -4,8 +4,9 @@ A refusal has one meaning and two spellings: a gRPC status and an HTTP status wh
 same google.rpc.Status (OTLP 1.11, "Failures"). Only what is worth retrying says after how long.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -20,6 +21,8 @@ from perfledger.schema.errors import UsageError
 
 DEFAULT_MAX_REQUEST_BYTES = 64 * 2**20
 RETRY_AFTER_S = 1
+# A request holds memory while it is read; a sender that stalls must not hold it for ever.
+READ_TIMEOUT_S = 30.0
 
 
 class Refusal(Exception):
@@ -67,6 +70,12 @@ def too_large(limit_bytes: int) -> Refusal:
     """Return the refusal of a request over the limit: 413, RESOURCE_EXHAUSTED without retry."""
     message = f"the request is over {limit_bytes} bytes after decompression; send smaller batches"
     return Refusal(413, Code.RESOURCE_EXHAUSTED, message)
+
+
+def too_slow(timeout_s: float) -> Refusal:
+    """Return the refusal of a request that did not arrive in time: 408, DEADLINE_EXCEEDED."""
+    message = f"the request was not whole after {timeout_s:g} s"
+    return Refusal(408, Code.DEADLINE_EXCEEDED, message)
 
 
 def overloaded() -> Refusal:
@@ -123,3 +132,13 @@ def reservation(sink: Sink) -> Iterator[Callable[[int], None]]:
         yield take
     finally:
         sink.release(taken_bytes)
+
+
+@asynccontextmanager
+async def read_within(timeout_s: float) -> AsyncIterator[None]:
+    """Raise `too_slow()` where the reading inside takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise too_slow(timeout_s) from None

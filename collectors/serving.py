@@ -11,7 +11,7 @@ from perfledger.collectors.address import Address
 from perfledger.collectors.collecting import Collector
 from perfledger.collectors.otlp_grpc import grpc_server
 from perfledger.collectors.otlp_http import http_app
-from perfledger.collectors.otlp_receiver import cannot_listen
+from perfledger.collectors.otlp_receiver import READ_TIMEOUT_S, cannot_listen
 
 # How long requests under way may take to end after the signal to stop.
 _GRACE_S = 3
@@ -24,6 +24,8 @@ async def serve(
     request_bytes: int,
     stop: asyncio.Event,
     started: Callable[[Address, Address], None],
+    *,
+    read_timeout_s: float = READ_TIMEOUT_S,
 ) -> None:
     """Serve until `stop` is set, then finish requests under way and write everything.
 
@@ -31,10 +33,16 @@ async def serve(
     PerfledgerError where acknowledged rows could not be written in the end.
     """
     listening = _listen(http_address)
-    server, grpc_port = grpc_server(collector, grpc_address, request_bytes)
+    server, grpc_port = grpc_server(
+        collector,
+        grpc_address,
+        request_bytes,
+        most_read_at_once=collector.most_read_at_once,
+        read_timeout_s=read_timeout_s,
+    )
     web = _WebServer(
         uvicorn.Config(
-            http_app(collector, request_bytes),
+            http_app(collector, request_bytes, read_timeout_s),
             http="h11",
             ws="none",
             lifespan="off",

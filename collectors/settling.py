@@ -7,12 +7,14 @@ Spans without a request are held for `hold_s`: parts of a long request arrive lo
 
 Memory is bounded. What is let go unused, the oldest first, is counted, and a request that began
 before the end of something let go may lack a part of itself: it is counted and not derived
-(`attribute` derives it from the store). Ages are of the caller's monotonic clock.
+(`attribute` derives it from the store). So is what cannot be derived, for a defect of ours: it
+goes alone, as it must neither stay nor keep others from being derived.
+Ages are of the caller's monotonic clock.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -28,6 +30,7 @@ from perfledger.schema.tables import REQUESTS, SPANS, STEPS
 
 _SECOND_NS = 1_000_000_000
 _DEEPEST = 64  # spans between a span and its request
+_MOST_DEFECTS = 16  # of one batch, before the rest of it is given up
 _MOST_REQUESTS = 1_000_000  # remembered, so that a root sent again makes no row
 _IDS = ["trace_id", "span_id"]
 _PARENT_IDS = ["trace_id", "parent_span_id"]
@@ -37,7 +40,7 @@ _NOT_CONTENT = ("version", "received_ns")
 
 COUNTS = (
     *("steps_derived", "requests_derived", "requests_rewritten", "requests_skipped"),
-    *("spans_let_go", "steps_let_go"),
+    *("spans_let_go", "steps_let_go", "steps_failed", "requests_failed"),
 )
 
 Key = tuple[bytes, bytes]
@@ -72,10 +75,11 @@ class _Request:
 
 @dataclass(frozen=True)
 class Settled:
-    """Rows to write."""
+    """Rows to write, and the errors of what could not be derived: defects of ours, to be told."""
 
     steps: pa.Table
     requests: pa.Table
+    defects: tuple[Exception, ...] = ()
 
 
 class Settling:
@@ -137,14 +141,17 @@ class Settling:
 
         `received_ns` is the wall clock; it stamps the rows.
         """
-        self._take_arrived()
-        if self._spans.is_empty():
-            return Settled(STEPS.arrow().empty_table(), REQUESTS.arrow().empty_table())
-        age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
-        steps = self._settle_steps(now_ns - age_ns, received_ns)
-        requests = self._settle_requests(now_ns, received_ns, everything)
-        self._let_go(now_ns)
-        return Settled(_as_table(steps, STEPS), _as_table(requests, REQUESTS))
+        try:
+            self._take_arrived()
+            if self._spans.is_empty():
+                return Settled(STEPS.arrow().empty_table(), REQUESTS.arrow().empty_table())
+            age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
+            steps = self._settle_steps(now_ns - age_ns, received_ns)
+            requests = self._settle_requests(now_ns, received_ns, everything)
+        finally:
+            self._let_go(now_ns)
+        defects = (*steps.defects, *requests.defects)
+        return Settled(_as_table(steps.rows, STEPS), _as_table(requests.rows, REQUESTS), defects)
 
     def _take_arrived(self) -> None:
         arrived = [self._spans]
@@ -153,51 +160,63 @@ class Settling:
         if len(arrived) > 1:
             self._spans = pl.concat(arrived, rechunk=True)
 
-    def _settle_steps(self, until_ns: int, received_ns: int) -> pl.DataFrame:
+    def _settle_steps(self, until_ns: int, received_ns: int) -> "_Derived":
         """Make rows of the steps seen until then; their spans have served."""
         is_due = pl.col("name").is_in(list(STEP_NAMES)) & (pl.col("seen_ns") <= until_ns)
         due = self._spans.filter(is_due)
         if due.is_empty():
-            return _empty(STEPS)
+            return _Derived(_empty(STEPS))
         children = self._spans.join(due, left_on=_PARENT_IDS, right_on=_IDS, how="semi")
-        fresh = due.join(self._steps, on=_IDS, how="anti")
-        rows = step_rows(pl.concat([fresh, children]).drop("seen_ns"), received_ns)
-        self._steps = pl.concat([self._steps, _held(rows, until_ns)])
+
+        def derive(some: pl.DataFrame) -> pl.DataFrame:
+            theirs = children.join(some, left_on=_PARENT_IDS, right_on=_IDS, how="semi")
+            return step_rows(pl.concat([some, theirs]).drop("seen_ns"), received_ns)
+
+        derived = _derive_what_can_be(due.join(self._steps, on=_IDS, how="anti"), STEPS, derive)
+        self._steps = pl.concat([self._steps, _held(derived.rows, until_ns)])
         self._spans = self._spans.filter(~is_due).join(
             self._steps, left_on=_PARENT_IDS, right_on=_IDS, how="anti", maintain_order="left"
         )
-        self.counts["steps_derived"] += len(rows)
-        return rows
+        self.counts["steps_derived"] += len(derived.rows)
+        self.counts["steps_failed"] += derived.failed
+        return derived
 
-    def _settle_requests(self, now_ns: int, received_ns: int, everything: bool) -> pl.DataFrame:
+    def _settle_requests(self, now_ns: int, received_ns: int, everything: bool) -> "_Derived":
         """Make rows of the requests whose next check is due and whose content has changed."""
         roots = self._spans.filter(is_request_root())
         for key, seen_ns in zip(_keys(roots), roots["seen_ns"], strict=True):
             if key not in self._requests:
                 self._requests[key] = self._pending[key] = _Request(seen_ns)
-        due = self._pass_checks(now_ns, everything)
+        due = self._due_checks(now_ns, everything)
         if not due:
-            return _empty(REQUESTS)
+            return _Derived(_empty(REQUESTS))
         roots = roots.filter(pl.Series([key in due for key in _keys(roots)], dtype=pl.Boolean))
         roots = self._without_incomplete(roots)
-        rows = self._changed(self._derive(roots, received_ns))
-        self._forget_spans_of({key for key in due if self._is_finished(self._requests[key])})
-        return rows
+        derived = _derive_what_can_be(roots, REQUESTS, lambda some: self._derive(some, received_ns))
+        changed = replace(derived, rows=self._changed(derived.rows))
+        self.counts["requests_failed"] += derived.failed
+        self._pass_checks(due)
+        return changed
 
     def _is_finished(self, request: _Request) -> bool:
         return request.checks == len(self._checks_ns)
 
-    def _pass_checks(self, now_ns: int, everything: bool) -> set[Key]:
-        """Move requests on and return those that passed a check."""
-        due = set()
+    def _due_checks(self, now_ns: int, everything: bool) -> dict[Key, int]:
+        """Return the requests that have come to a check, with how many they have then passed."""
+        due = {}
         for key, request in self._pending.items():
             age_ns = now_ns - request.seen_ns
             passed = sum(everything or age_ns >= check_ns for check_ns in self._checks_ns)
             if passed > request.checks:
-                request.checks = passed
-                due.add(key)
-        self._pending = {k: r for k, r in self._pending.items() if not self._is_finished(r)}
+                due[key] = passed
         return due
+
+    def _pass_checks(self, passed: dict[Key, int]) -> None:
+        """Move requests on, now that their rows are made; let the spans of finished ones go."""
+        for key, checks in passed.items():
+            self._requests[key].checks = checks
+        self._pending = {k: r for k, r in self._pending.items() if not self._is_finished(r)}
+        self._forget_spans_of({key for key in passed if self._is_finished(self._requests[key])})
 
     def _without_incomplete(self, roots: pl.DataFrame) -> pl.DataFrame:
         complete = roots.filter(pl.col("start_ns") > self._let_go_ns)
@@ -270,6 +289,41 @@ class Settling:
         # A nonsense end far in the future must not hide every request from now on.
         end_ns = gone.select(pl.min_horizontal("end_ns", "received_ns").max()).item()
         self._let_go_ns = max(self._let_go_ns, end_ns)
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """Rows, and how many could not be made, with some of the errors."""
+
+    rows: pl.DataFrame
+    failed: int = 0
+    defects: tuple[Exception, ...] = ()
+
+
+def _derive_what_can_be(
+    batch: pl.DataFrame, table: Table, derive: Callable[[pl.DataFrame], pl.DataFrame]
+) -> _Derived:
+    """Derive a batch; where that raises, its halves, so that one that cannot be goes alone."""
+    parts, defects, failed, todo = [_empty(table)], [], 0, [batch]
+    while todo:
+        some = todo.pop()
+        if some.is_empty():
+            continue
+        try:
+            rows = derive(some)
+            _as_table(rows, table)
+        # What is wrong here is ours, not the sender's; the caller tells of it.
+        except Exception as defect:
+            if len(some) == 1 or len(defects) >= _MOST_DEFECTS:
+                defects.append(defect)
+                failed += len(some)
+            else:
+                middle = len(some) // 2
+                todo += [some[middle:], some[:middle]]
+        else:
+            parts.append(rows)
+    rows = pl.concat(parts).unique(_IDS, keep="first", maintain_order=True)
+    return _Derived(rows, failed, tuple(defects))
 
 
 def _owners(spans: pl.DataFrame) -> Ints:

@@ -65,7 +65,9 @@ def _names() -> Iterator[Event]:
 def _request_events(spans: pl.DataFrame, base_ns: int) -> Iterator[Event]:
     """Yield the spans of requests; a lane belongs to a trace as long as a slice is open in it."""
     wanted = ["trace_id", "name", "kind", "start_ns", "end_ns", *_ARGUMENTS]
-    engine = pl.col("name").is_in(list(STEP_NAMES)) | pl.col("step_seq").is_not_null()
+    # Children of steps are in the engine's own trace; requests' prefill spans name their step too.
+    engine_traces = spans.filter(pl.col("name").is_in(list(STEP_NAMES)))["trace_id"].unique()
+    engine = pl.col("trace_id").is_in(engine_traces.implode())
     rows = (
         spans.filter(~engine)
         .select(wanted)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfledger.instrumented_runtime.messages import (
+    WHOLE_ENGINE,
     Abort,
     Failed,
     Ready,
@@ -30,8 +31,6 @@ from perfledger.schema.errors import PerfledgerError, UsageError
 if TYPE_CHECKING:
     from perfledger.instrumented_runtime.stepping import Stepper
 
-# Failed.request of a failure of the whole engine.
-WHOLE_ENGINE = -1
 # mallopt(3): keep freed memory, and take it from the heap up to the largest size glibc allows.
 M_TRIM_THRESHOLD, KEEP_BYTES = -1, 2_000_000_000
 M_MMAP_THRESHOLD, LARGEST_BYTES = -3, 32 * 1024 * 1024

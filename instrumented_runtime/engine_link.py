@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from perfledger.instrumented_runtime.messages import (
+    WHOLE_ENGINE,
     Abort,
     Failed,
     Ready,
-    Shutdown,
     StepOutput,
     Submit,
     ToEngine,
 )
 
 LOADING, OK, FAILED, STOPPING = "loading", "ok", "failed", "stopping"
-# Failed.request of a failure that is the engine's, not one request's.
-WHOLE_ENGINE = -1
 
 
 class RequestFailedError(Exception):
@@ -116,10 +114,16 @@ class EngineLink:
             self.abort(request, reason, detail)
 
     def shut_down(self) -> None:
-        """Tell the engine to end, and stop reading."""
-        if self.state != FAILED:
-            self._send(Shutdown())
-        self._forget_pipe()
+        """Close the pipe, and the engine ends: its end says so whatever it does just now.
+
+        A message could not: a busy engine leaves no room for one, and while it waits for room
+        itself, it reads none. What is sent after this goes nowhere.
+        """
+        self.refuse_new()
+        self._unsent.clear()
+        if not self._connection.closed:
+            self._forget_pipe()
+            self._connection.close()
 
     def fail(self, detail: str) -> None:
         """The engine is gone: every request in it ends with an error."""
@@ -165,6 +169,8 @@ class EngineLink:
             answer.arrived.put_nowait(RequestFailedError(failed.reason, failed.detail))
 
     def _send(self, message: ToEngine) -> None:
+        if self._connection.closed:
+            return
         self._unsent.append(message)
         if len(self._unsent) == 1:
             self._flush()

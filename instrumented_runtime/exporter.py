@@ -17,6 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from perfledger.instrumented_runtime.otel_environment import protocol_of
 from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
 from perfledger.instrumented_runtime.ring import Reader
 from perfledger.instrumented_runtime.telemetry import (
@@ -151,8 +152,7 @@ def _run(
 ) -> None:
     from perfledger.instrumented_runtime import otlp
 
-    traces = otlp.protocol_of("TRACES", os.environ)
-    points = otlp.protocol_of("METRICS", os.environ)
+    traces, points = protocol_of("TRACES", os.environ), protocol_of("METRICS", os.environ)
     described = otlp.build_resource(resource, anchor)
     sender = otlp.SpanSender(otlp.span_exporter(traces), described, anchor) if traces else None
     exporter = Exporter(reader, channel, sender)

@@ -15,7 +15,7 @@ from perfledger.instrumented_runtime.telemetry import (
     TelemetrySender,
     open_channel,
 )
-from perfledger.schema.clocks import ClockAnchor, take_anchor
+from perfledger.schema.clocks import take_anchor
 
 FLUSH_S = 10.0  # for the exporter to send what it has, once all else has ended
 
@@ -65,7 +65,7 @@ class ExporterLink:
         near, self._far = open_channel()
         self._sender = TelemetrySender(near)
         self._anchor = take_anchor()
-        self._resource = resource_of(options, self._anchor)
+        self._resource = resource_of(options)
         self.ring_name: str | None = self._ring.name
         self._running = self._stopping = False
 
@@ -105,27 +105,10 @@ class ExporterLink:
             print("perfledger: the exporter ended: serving goes on unrecorded", file=sys.stderr)
 
 
-def resource_of(options: RuntimeOptions, anchor: ClockAnchor) -> dict[str, str | int]:
-    """Return the resource attributes of all telemetry of one runtime."""
-    resource: dict[str, str | int] = {
+def resource_of(options: RuntimeOptions) -> dict[str, str | int]:
+    """Return what the options say of one runtime; the exporter adds the clock of its anchor."""
+    return {
         "service.name": options.service_name,
         "service.instance.id": str(uuid.uuid4()),
-        "perfledger.clock.boot_id": anchor.boot_id,
-        "perfledger.clock.monotonic_ns": anchor.monotonic_ns,
-        "perfledger.clock.wall_ns": anchor.wall_ns,
+        "perfledger.run.id": options.run_id,
     }
-    return resource | ({"perfledger.run.id": options.run_id} if options.run_id else {})
-
-
-def destination(environment: Mapping[str, str]) -> str:
-    """Return where the standard OTEL_* variables send traces, without any credentials."""
-    protocol = environment.get(
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    )
-    default = "http://localhost:4317" if protocol == "grpc" else "http://localhost:4318"
-    endpoint = environment.get(
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", default),
-    )
-    scheme, _, rest = endpoint.rpartition("//")
-    return f"OTLP ({protocol}) to {scheme}//{rest.rpartition('@')[2]}"

@@ -51,6 +51,9 @@ class KvBlocks:
     def share(self, table: list[int]) -> list[int]:
         """Return a second table of the same blocks, each counted once more.
 
+        It is the seam for prefix sharing, which comes next: until then every block that is held
+        stands in one table.
+
         Raises ValueError for a block that nothing holds.
         """
         self._require_held(table)

@@ -7,6 +7,9 @@ host. A request is known by a small integer that the API process counts up.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+# Failed.request of a failure that is the engine's, not one request's.
+WHOLE_ENGINE = -1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -42,7 +45,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """API to engine: finish the current step and end."""
+    """To the engine: finish the current step and end. The end of the pipe says the same."""
 
 
 @dataclass(frozen=True, slots=True)

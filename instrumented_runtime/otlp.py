@@ -23,44 +23,18 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
 from perfledger.schema.attributes import SCHEMA_VERSION, SCOPE_NAME
 from perfledger.schema.clocks import ClockAnchor
-from perfledger.schema.errors import UsageError
 from perfledger.schema.metrics import METRICS, Metric
 
 BUFFER_SPANS = 32_768
 BATCH_WEIGHT = 2048  # spans and links of one request: about 1 MB, of the 4 MB that gRPC takes
 SEND_INTERVAL_S = 1.0
 METRIC_INTERVAL_MS = 5000.0
-PROTOCOLS = ("grpc", "http/protobuf")
 
 _SCOPE = InstrumentationScope(SCOPE_NAME, SCHEMA_VERSION)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _STATUS = {False: Status(StatusCode.UNSET), True: Status(StatusCode.ERROR)}
 
 logger = logging.getLogger("perfledger.exporter")
-
-
-def protocol_of(signal: str, environment: Mapping[str, str]) -> str | None:
-    """Return the protocol for TRACES or METRICS, or None where the environment turns it off.
-
-    Raises UsageError for a protocol or an exporter that we do not speak.
-    """
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return None
-    exporter = environment.get(f"OTEL_{signal}_EXPORTER") or "otlp"
-    if exporter == "none":
-        return None
-    protocol = (
-        environment.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL")
-        or environment.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-        or "grpc"
-    )
-    if exporter != "otlp" or protocol not in PROTOCOLS:
-        raise UsageError(
-            f"cannot export {signal.lower()} by {exporter} {protocol}",
-            where=f"OTEL_{signal}_EXPORTER, OTEL_EXPORTER_OTLP_PROTOCOL",
-            fix=f"use otlp with {' or '.join(PROTOCOLS)}, or none",
-        )
-    return protocol
 
 
 def span_exporter(protocol: str) -> SpanExporter:
@@ -86,7 +60,10 @@ def metric_exporter(protocol: str) -> MetricExporter:
 
 
 def build_resource(attributes: Mapping[str, str | int], anchor: ClockAnchor) -> Resource:
-    """Return the resource of all that a service sends; OTEL_SERVICE_NAME and the like win."""
+    """Return the resource of all that a service sends, with the clock that its times follow.
+
+    OTEL_SERVICE_NAME and the like win; an empty attribute is left out.
+    """
     ours: dict[str, str | int] = {
         **attributes,
         "perfledger.clock.boot_id": anchor.boot_id,
@@ -111,6 +88,7 @@ class SpanSender:
         self._in_flight = 0
         self._stop = threading.Event()
         self._abandoned = False
+        self._said_unsendable = False
         self._thread = threading.Thread(target=self._run, name="span sender", daemon=True)
         self._thread.start()
 
@@ -153,19 +131,24 @@ class SpanSender:
             weight += 1 + len(batch[-1].links)
         return batch
 
-    def _send(self, batch: list[FinishedSpan]) -> bool:
-        spans = [to_readable(span, self._resource, self._anchor) for span in batch]
+    def _send(self, batch: list[FinishedSpan]) -> bool | None:
+        """Return whether the collector has it, or None where it could not be put in OTLP."""
         try:
+            spans = [to_readable(span, self._resource, self._anchor) for span in batch]
             return self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception as error:  # the boundary to a library: telemetry must not end its process
-            logger.debug("export failed: %r", error)
-            return False
+        except Exception as error:  # the end of this thread would be the end of all telemetry
+            if not self._said_unsendable and not self._stop.is_set():
+                logger.warning("spans that cannot be sent are counted as lost: %r", error)
+            self._said_unsendable = True
+            return None
 
-    def _note(self, count: int, accepted: bool) -> None:
+    def _note(self, count: int, accepted: bool | None) -> None:
         if accepted:
             self.exported += count
         else:
             self._refused += count
+        if accepted is None:
+            return  # that says nothing of the collector
         if accepted and self.failing:
             logger.warning("the collector takes spans again; %d were lost", self.lost)
         elif not accepted and not self.failing and not self._stop.is_set():

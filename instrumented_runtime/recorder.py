@@ -14,6 +14,7 @@ from perfledger.instrumented_runtime.records import (
     STEP,
     WAIT_REASONS,
 )
+from perfledger.instrumented_runtime.ring import to_signed
 from perfledger.instrumented_runtime.scheduler import Chunk, StepPlan
 from perfledger.instrumented_runtime.sequences import Sequence
 
@@ -34,9 +35,9 @@ class Recorder:
         fields = (
             one.request,
             seq,
-            _signed(one.trace_id >> 64),
-            _signed(one.trace_id & LOW_64),
-            _signed(one.span_id),
+            to_signed(one.trace_id >> 64),
+            to_signed(one.trace_id & LOW_64),
+            to_signed(one.span_id),
             one.queue_start_ns,
             queue_end_ns,
             context_end_ns,
@@ -80,7 +81,3 @@ class Recorder:
         """A sequence that was in the batch ends after step `seq`."""
         code = LEAVE_CODES.get(reason, LEAVE_CODES["error"])
         self._write(LEAVE, (one.request, seq, at_ns, code, one.output_tokens))
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

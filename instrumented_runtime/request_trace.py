@@ -62,10 +62,12 @@ class RequestTrace:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record a stage around a block."""
+        """Record a stage around a block, however the block ends."""
         start_ns = monotonic_ns()
-        yield
-        self.add_span(name, start_ns, monotonic_ns())
+        try:
+            yield
+        finally:
+            self.add_span(name, start_ns, monotonic_ns())
 
     def add_span(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record a stage whose times are known."""

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.child_processes import end, spawn_engine
 from perfledger.instrumented_runtime.engine_link import FAILED, EngineLink
-from perfledger.instrumented_runtime.exporter_link import (
-    ExporterLink,
-    NoTelemetry,
-    Telemetry,
-    destination,
-)
+from perfledger.instrumented_runtime.exporter_link import ExporterLink, NoTelemetry, Telemetry
 from perfledger.instrumented_runtime.http_server import (
     build_server,
     listen,
@@ -27,6 +22,7 @@ from perfledger.instrumented_runtime.http_server import (
 )
 from perfledger.instrumented_runtime.messages import Ready
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.otel_environment import destination
 from perfledger.instrumented_runtime.scheduler import limits_of
 from perfledger.instrumented_runtime.telemetry import AttributeValue, EngineRecord
 from perfledger.instrumented_runtime.tokenizer import Tokenizer
@@ -102,7 +98,6 @@ class Runtime:
                 self._engine.kill()  # it would not listen before it has loaded
             self._link.shut_down()
             await asyncio.to_thread(end, self._engine, ENGINE_STOP_S)
-            connection.close()
 
     def _service(self) -> "Service":
         from perfledger.instrumented_runtime.api import Service
@@ -163,7 +158,7 @@ def engine_attributes(ready: Ready) -> dict[str, AttributeValue]:
 def introduction(options: RuntimeOptions, ready: Ready, url: str) -> list[str]:
     """Return the lines that say what runs, once the model is loaded."""
     telemetry = destination(os.environ) if options.telemetry else "off"
-    run = f", run {options.run_id}" if options.telemetry and options.run_id else ""
+    run = f", run {options.run_id}" if options.run_id and not telemetry.startswith("off") else ""
     return [
         f"model      {model_name(options.model)}, {ready.parameters:,} parameters",
         f"engine     {ready.dtype} on {ready.device}, threads: {ready.threads}",

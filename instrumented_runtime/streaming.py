@@ -6,6 +6,8 @@ after: so the end is stamped when the last bytes were accepted.
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -94,9 +96,10 @@ class Completion(Response):
             sampled = await self._answer.next()
             text, finish = self._text.push(sampled.token, sampled.finish)
         ready_ns = await self._text_ready(sampled)
-        closing = self._format.closing(finish, self._usage())
-        await self._send_last(send, opening + self._format.text(text) + closing)
-        self._accepted(ready_ns, finish)
+        with self._last_part(ready_ns, finish):
+            await plant(self._delays_ns, "stream")
+            closing = self._format.closing(finish, self._usage())
+            await self._send_last(send, opening + self._format.text(text) + closing)
 
     async def _send_whole(self, send: Send) -> None:
         pieces, finish = [], None
@@ -105,19 +108,21 @@ class Completion(Response):
             text, finish = self._text.push(sampled.token, sampled.finish)
             pieces.append(text)
         ready_ns = await self._text_ready(sampled)
-        body = self._format.whole("".join(pieces), finish, self._usage())
-        await self._start(send, 200, [JSON_TYPE, _length(body)])
-        await self._send_last(send, body)
-        self._accepted(ready_ns, finish)
+        with self._last_part(ready_ns, finish):
+            await plant(self._delays_ns, "stream")
+            body = self._format.whole("".join(pieces), finish, self._usage())
+            await self._start(send, 200, [JSON_TYPE, _length(body)])
+            await self._send_last(send, body)
 
     async def _text_ready(self, last: Sampled) -> int:
         """All text is there: end `detokenize`, and return when."""
         if last.finish is None:
             self._answer.abort("stop_string")
-        await plant(self._delays_ns, "detokenize")
-        ready_ns = monotonic_ns()
-        self._trace.add_span("detokenize", last.sent_ns, ready_ns)
-        await plant(self._delays_ns, "stream")
+        try:
+            await plant(self._delays_ns, "detokenize")
+        finally:
+            ready_ns = monotonic_ns()
+            self._trace.add_span("detokenize", last.sent_ns, ready_ns)
         return ready_ns
 
     async def _send_last(self, send: Send, body: bytes) -> None:
@@ -125,9 +130,14 @@ class Completion(Response):
         self._trace.first_chunk_written()
         await send(_body(b"", more=False))
 
-    def _accepted(self, ready_ns: int, finish: str) -> None:
-        end_ns = monotonic_ns()
-        self._trace.add_span("stream", ready_ns, end_ns)
+    @contextmanager
+    def _last_part(self, ready_ns: int, finish: str) -> Iterator[None]:
+        """Record `stream` around the block; the request is answered where it was accepted."""
+        try:
+            yield
+        finally:
+            end_ns = monotonic_ns()
+            self._trace.add_span("stream", ready_ns, end_ns)
         self._trace.ended(end_ns)
         self._trace.answered(finish)
 

@@ -187,6 +187,9 @@ def _named(names: tuple[str, ...], columns: Ints) -> list[pl.Series]:
 
 
 def _as_declared(rows: pl.DataFrame, table: Table) -> pl.DataFrame:
-    """Select and cast to the declared columns."""
+    """Select and cast to the declared columns.
+
+    Values come from outside: one that its column cannot hold is not known, and must stop nothing.
+    """
     empty = pl.DataFrame(table.arrow().empty_table())
-    return rows.select(pl.col(name).cast(kind) for name, kind in empty.schema.items())
+    return rows.select(pl.col(name).cast(kind, strict=False) for name, kind in empty.schema.items())

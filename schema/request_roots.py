@@ -16,6 +16,9 @@ ROOT_COLUMNS: tuple[str, ...] = (
     *("output_tokens", "reasoning_tokens", "error_type", "outcome", "tenant", "traffic_class"),
     *("session", "deadline_ms", "ttfc_ns", "boot_id"),
 )
+# Operations that generate; an agent, a tool or an embedding is not a request of an LLM's tokens
+# (OpenTelemetry GenAI conventions, `gen_ai.operation.name`).
+REQUEST_OPERATIONS = REQUEST_ROOTS | {"generate_content"}
 _IDS = ["trace_id", "span_id"]
 
 
@@ -28,9 +31,14 @@ class RequestRoots:
 
 
 def is_request_root() -> pl.Expr:
-    """Return the condition under which a span is the server root of a request."""
-    named = pl.col("name").is_in(list(REQUEST_ROOTS))
-    known = pl.col("operation").is_not_null() | pl.col("model").is_not_null() | named
+    """Return the condition under which a span is the server root of a request.
+
+    Its operation decides; where it tells none, a name of a request or a model does.
+    """
+    operation = pl.col("operation")
+    hinted = pl.col("name").is_in(list(REQUEST_ROOTS)) | pl.col("model").is_not_null()
+    generates = operation.is_in(list(REQUEST_OPERATIONS))
+    known = pl.when(operation.is_null()).then(hinted).otherwise(generates)
     return (pl.col("kind") == "server") & known
 
 

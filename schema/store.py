@@ -56,7 +56,7 @@ class Store:
         arrived_ns = time.time_ns()
         hour = datetime.fromtimestamp(arrived_ns / 1e9, UTC).strftime("%Y-%m-%dT%H")
         folder = self.root / self.namespace / table / hour
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_durably(folder)
         path = folder / f"{arrived_ns}-{secrets.token_hex(4)}.parquet"
         rows = rows.select(declared.names()).cast(declared.arrow())
         rows = rows.sort_by([(name, "ascending") for name in declared.sort])
@@ -67,7 +67,7 @@ class Store:
         """Create the store's folder. Raises UsageError where nothing can be written there."""
         folder = self.root / self.namespace
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_durably(folder)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
@@ -164,11 +164,23 @@ def _write_durably(path: Path, rows: pa.Table, table: Table) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     os.rename(scratch, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _make_durably(folder: Path) -> None:
+    """Make a folder and those above it, and sync what each new one is an entry of."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def _leaves(field: pa.Field) -> Iterator[str]:

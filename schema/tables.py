@@ -204,7 +204,7 @@ REQUESTS = Table(
         Column("span_id", SPAN_ID, "server root of the request", required=True),
         *_SOURCE,
         Column("replica", TEXT, "engine replica that computed it"),
-        Column("operation", TEXT, "chat or text_completion"),
+        Column("operation", TEXT, "chat, text_completion or generate_content"),
         Column("model", TEXT, "model asked for"),
         Column("tenant", TEXT, "customer of the service"),
         Column("traffic_class", TEXT, "traffic class"),

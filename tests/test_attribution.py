@@ -173,8 +173,11 @@ def test_attribution_of_a_small_store(store: Path) -> None:
         "untimed_tokens": 0,
         "telemetry_gaps": 0,
         "records_dropped": 0,
+        "lost_on_the_way": 0,
+        "times_repaired": 0,
         "id_conflicts": 0,
         "not_derived": 0,
+        "unsettled": 0,
         "differing": 0,
     }
     assert found.completeness.losses() == []
@@ -361,8 +364,11 @@ def test_loss_is_counted(tmp_path: Path) -> None:
         "untimed_tokens": 2,
         "telemetry_gaps": 1,
         "records_dropped": 7,
+        "lost_on_the_way": 0,
+        "times_repaired": 0,
         "id_conflicts": 1,
         "not_derived": 0,
+        "unsettled": 0,
         "differing": 1,
     }
     assert found.losses() == [

@@ -77,3 +77,9 @@ def test_a_named_file_must_exist() -> None:
 def test_a_bad_variable_is_named() -> None:
     with pytest.raises(UsageError, match="bad value 'x'.*PERFLEDGER_MAX_NUM_SEQS"):
         parse(["serve"], {"PERFLEDGER_MAX_NUM_SEQS": "x"})
+
+
+def test_a_variable_that_means_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["collect"], {"PERFLEDGER_STROE": "x"}) == {"store": "./perfledger-data"}
+    said = capsys.readouterr().err
+    assert said == "perfledger: PERFLEDGER_STROE is no setting and means nothing\n"

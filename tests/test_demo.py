@@ -95,7 +95,7 @@ def test_the_stored_requests_are_those_recomputed(finished: Finished) -> None:
 def test_every_run_is_kept_with_raw_samples(finished: Finished) -> None:
     runs = Store.at(str(finished.store)).scan("runs").collect()
     kinds = dict(runs.group_by("kind").len().iter_rows())
-    assert kinds == {"load": 1, "rerun": 13}
+    assert kinds == {"load": 1, "rerun": 17}
     (verdict,) = [json.loads(v) for v in runs["verdict"].to_list() if v is not None]
     assert verdict["outcome"] in ("supported", "refuted", "inconclusive")
 

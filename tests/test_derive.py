@@ -186,6 +186,35 @@ def test_steps_row_by_row() -> None:
     }
 
 
+COUNTS = ("width", "prefill_tokens", "decode_tokens", "waiting", "kv_blocks_used")
+STEP_COUNTS = (*COUNTS, "kv_blocks_total", "cpu_ns")
+ANY_INT64 = st.integers(-(2**63), 2**63 - 1)
+HOSTILE = st.one_of(ANY_INT64, st.sampled_from([2**31, 2**31 - 1, -(2**31) - 1, 2**40]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(STEP_COUNTS, HOSTILE)), HOSTILE, HOSTILE)
+def test_a_count_that_its_column_cannot_hold_is_not_known(
+    told: dict[str, int], seq: int, tokens: int
+) -> None:
+    attributes = [{"key": f"perfledger.step.{name}", "int": n} for name, n in told.items()]
+    foreign = step(1, 0, 10, [(1, "decode")], attributes=attributes)
+    foreign[0]["step_seq"] = seq
+    foreign[0]["links"][0]["tokens"] = tokens
+    counts = ("output_tokens", "input_tokens", "deadline_ms", "ttfc_ns")
+    spans = frame([*foreign, root(1, 0, 40, **dict.fromkeys(counts, tokens))])
+    (made,) = step_rows(spans, received_ns=7).to_dicts()
+    width = told.get("width")
+    held = width if width is not None and -(2**31) <= width < 2**31 else None
+    assert {name: made[name] for name in STEP_COUNTS} == {
+        **dict.fromkeys(STEP_COUNTS),
+        **told,
+        "width": held,
+    }
+    assert (made["step_seq"], made["members"][0]["tokens"]) == (seq, tokens)
+    assert derived(spans.to_dicts()).select("decode_ns", *counts).rows() == [(7, *[tokens] * 4)]
+
+
 def test_nothing_makes_no_rows() -> None:
     assert derived([]).schema == pl.DataFrame(REQUESTS.arrow().empty_table()).schema
     assert derived([]).is_empty()
@@ -284,12 +313,21 @@ def test_what_is_a_request() -> None:
         root(3, 0, 9, name="llm_request", operation=None, model="m"),
         root(4, 0, 9, name="GET /health", operation=None),
         root(5, 0, 9, kind="client"),
+        root(6, 0, 9, name="POST", operation="text_completion"),
+        root(7, 0, 9, name="POST", operation="generate_content"),
+        # Another operation is none, whatever its name and model.
+        *(
+            root(10 + at, 0, 9, operation=other, model="m")
+            for at, other in enumerate(("execute_tool", "invoke_agent", "embeddings", "", "x"))
+        ),
     ]
     made = derived(rows).sort("span_id")
     assert made.select("span_id", "operation").rows() == [
         (span_id(1), "chat"),
         (span_id(2), "chat"),
         (span_id(3), None),
+        (span_id(6), "text_completion"),
+        (span_id(7), "generate_content"),
     ]
 
 

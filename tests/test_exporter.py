@@ -519,23 +519,6 @@ def test_when_the_parent_is_killed_the_rest_is_sent_and_the_process_ends(
 # --- what the environment says ---
 
 
-@pytest.mark.parametrize(
-    ("environment", "traces", "points"),
-    [
-        ({}, "grpc", "grpc"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http/protobuf", "http/protobuf"),
-        ({"OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/protobuf"}, "grpc", "http/protobuf"),
-        ({"OTEL_METRICS_EXPORTER": "none"}, "grpc", None),
-        ({"OTEL_SDK_DISABLED": "True"}, None, None),
-    ],
-)
-def test_the_environment_chooses_the_protocol(
-    environment: dict[str, str], traces: str | None, points: str | None
-) -> None:
-    chosen = otlp.protocol_of("TRACES", environment), otlp.protocol_of("METRICS", environment)
-    assert chosen == (traces, points)
-
-
 def test_switched_off_it_drains_the_ring_and_sends_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -584,3 +567,27 @@ def test_more_spans_than_the_buffer_holds_are_counted_as_lost() -> None:
     sender.stop(timeout_s=60)
     assert (sender.exported, sender.lost) == (otlp.BUFFER_SPANS, 40_000 - otlp.BUFFER_SPANS)
     assert len(accepted.get_finished_spans()) == otlp.BUFFER_SPANS
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"start_ns": "soon"}, {"end_ns": None}, {"start_ns": 1 << 70}, {"trace_id": "x"}],
+    ids=str,
+)
+def test_spans_that_cannot_be_sent_are_lost_said_once_and_stop_no_others(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    span = FinishedSpan("schedule", 1, 2, 3, 1_000, 1_001, {})
+    with grpc_collector(free_port()) as collector:
+        point_at(monkeypatch, collector.port)
+        sender = otlp.SpanSender(otlp.span_exporter("grpc"), Resource.get_empty(), ANCHOR)
+        for lost in (2, 4):
+            sender.put([span, span._replace(**wrong)])
+            wait_until(lambda lost=lost: sender.lost == lost, END_S, "the loss")  # type: ignore[misc]
+        sender.put([span])
+        wait_until(lambda: sender.exported == 1, END_S, "the span after them")
+        sender.stop(timeout_s=10)
+    assert (len(collector.spans()), sender.exported, sender.lost) == (1, 1, 4)
+    said = [one.message for one in caplog.records if one.name == "perfledger.exporter"]
+    assert len(said) == 1
+    assert said[0].startswith("spans that cannot be sent are counted as lost: ")

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from perfledger.instrumented_runtime.load.client import label_header
 from perfledger.instrumented_runtime.load.generator import generate
 from perfledger.instrumented_runtime.load.open_loop import run_load
 from perfledger.instrumented_runtime.load.plan import Calibration, LoadPlan, LoadResult, Sample
 from perfledger.instrumented_runtime.load.summary import summarise
 from perfledger.instrumented_runtime.load.workload import Arrival, Scaling, Workload, scale
+from perfledger.instrumented_runtime.request_trace import traffic_attributes
 from perfledger.schema.errors import PerfledgerError, UsageError
 
 MS = 1_000_000
@@ -475,3 +477,16 @@ def test_a_server_that_names_no_model(models: object, error: type, what: str) ->
 def test_plans_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         LoadPlan(**{"url": "http://localhost", "workload": workload(1), **fields})
+
+
+@pytest.mark.parametrize(
+    ("label", "header"),
+    [
+        ("Conversation log", "Conversation-log"),
+        ("ok/a@b", "ok/a@b"),
+        ("x;y" * 90, ("x-y" * 90)[:128]),
+    ],
+)
+def test_labels_of_traces_become_headers_that_the_runtime_takes(label: str, header: str) -> None:
+    assert label_header(label) == header
+    assert traffic_attributes({"x-perfledger-class": header}) == {"perfledger.class": header}

@@ -69,8 +69,8 @@ def test_a_run_is_kept_with_its_manifest_and_raw_samples(tmp_path: Path) -> None
     kept = json.loads(row["samples"])
     assert (row["run_id"], row["kind"], kept["failed"]) == ("r1", "record", "")
     (measurement,) = kept["measurements"]
-    assert [s["warmup"] for s in measurement["samples"]] == [True, False, False]
-    assert all(len(s["token_times_ns"]) == 3 for s in measurement["samples"])
+    assert [sample["warmup"] for sample in measurement] == [True, False, False]
+    assert all(len(sample["token_times_ns"]) == 3 for sample in measurement)
 
 
 def test_a_run_that_failed_is_kept_as_failed(tmp_path: Path) -> None:
@@ -80,12 +80,31 @@ def test_a_run_that_failed_is_kept_as_failed(tmp_path: Path) -> None:
     ):
         measure(run, lambda: [])
     (row,) = Store.at(str(tmp_path)).scan("runs").collect().to_dicts()
-    assert json.loads(row["samples"]) == {"failed": "NoDataError", "measurements": []}
+    assert json.loads(row["samples"]) == {"failed": "NoDataError", "measurements": [[]]}
+
+
+def test_samples_made_before_an_error_are_kept(tmp_path: Path) -> None:
+    calls = iter([[1, 2], [1], None])
+    opened = record("t", "q", 1, 1, store=str(tmp_path))
+    with pytest.raises(UsageError, match="returned NoneType"), opened as run:
+        measure(run, lambda: next(calls))  # type: ignore[arg-type]
+    (row,) = Store.at(str(tmp_path)).scan("runs").collect().to_dicts()
+    kept = json.loads(row["samples"])
+    assert kept["failed"] == "UsageError"
+    assert [len(s["token_times_ns"]) for s in kept["measurements"][0]] == [2, 1]
+
+
+def test_a_closed_run_measures_no_more(tmp_path: Path) -> None:
+    with record("t", "q", 1, 1, store=str(tmp_path)) as run:
+        pass
+    with pytest.raises(UsageError, match="closed"):
+        measure(run, lambda: [1])
 
 
 def test_impossible_counts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        record("t", "q", -1, 1, store=str(tmp_path))
+    for model, prompt, output in (("t", -1, 1), ("t", 1, "5"), ("", 1, 1), (None, 1, 1)):
+        with pytest.raises(UsageError):
+            record(model, "q", prompt, output, store=str(tmp_path))  # type: ignore[arg-type]
     with record("t", "q", 1, 1, store=str(tmp_path)) as run, pytest.raises(UsageError):
         measure(run, lambda: [1], repeat=0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ Start = Callable[..., AbstractContextManager[object]]
 
 
 @contextmanager
-def in_process(folder: Path, limits: CollectLimits) -> Iterator[tuple[int, int]]:
+def in_process(folder: Path, limits: CollectLimits, **options: float) -> Iterator[tuple[int, int]]:
     """Serve in a thread, for limits that have no flag; yield the gRPC and the HTTP port."""
     ports: list[tuple[int, int]] = []
     ready = threading.Event()
@@ -52,7 +53,7 @@ def in_process(folder: Path, limits: CollectLimits) -> Iterator[tuple[int, int]]
 
         collector = Collector(Store.at(str(folder)), limits)
         free = Address("127.0.0.1", 0)
-        await serve(collector, free, free, limits.request_bytes, stop, started)
+        await serve(collector, free, free, limits.request_bytes, stop, started, **options)
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(asyncio.run, main())
@@ -244,3 +245,64 @@ def test_while_nothing_can_be_written_requests_are_refused_and_then_nothing_is_l
         wait_until(lambda: post(collector.http_port, GOOD)[0] == 200)
     assert 1000 < acknowledged < 20_000
     assert stored(collector.store, "spans").height == acknowledged + 1
+
+
+# --- Senders that stall -----------------------------------------------------------------
+
+
+def stalled(port: int, body: bytes, headers: bytes = b"") -> http.client.HTTPResponse:
+    """Announce one byte more than is sent; return the answer."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client.sendall(
+        b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
+        + headers
+        + b"Content-Length: %d\r\n\r\n" % (len(body) + 1)
+        + body
+    )
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    return answer
+
+
+@pytest.mark.parametrize("encoding", [b"", b"Content-Encoding: gzip\r\n"])
+def test_a_stalled_upload_gives_its_memory_back(tmp_path: Path, encoding: bytes) -> None:
+    limits = CollectLimits(request_bytes=100_000, buffer_bytes=100_000)
+    body = bytes(90_000)
+    if encoding:
+        body = gzip.compress(body)
+    with in_process(tmp_path, limits, read_timeout_s=0.3) as (_, port):
+        for _ in range(5):  # would be over the buffer, were it held
+            answer = stalled(port, body, encoding)
+            assert (answer.status, answer.headers["Content-Type"]) == (
+                408,
+                "application/x-protobuf",
+            )
+            assert Status.FromString(answer.read()).code == Code.DEADLINE_EXCEEDED
+        assert post(port, GOOD)[0] == 200
+
+
+def test_grpc_reads_no_more_messages_than_there_is_room_for(tmp_path: Path) -> None:
+    """Two senders that stall take both turns; the others wait, then all are answered."""
+    limits = CollectLimits(request_bytes=200_000, buffer_bytes=390_000)
+    with in_process(tmp_path, limits, read_timeout_s=0.5) as (port, _):
+        address = f"127.0.0.1:{port}"
+        with grpc.insecure_channel(address) as channel:
+            export = channel.stream_unary(
+                "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+            )
+            release = threading.Event()
+
+            def never() -> Iterator[bytes]:
+                release.wait(30)
+                yield from ()
+
+            stuck = [export.future(never()) for _ in range(2)]
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda n: call(port, traces(span(n))), range(1, 9)))
+            codes = [call.exception(30).code() for call in stuck]
+            with pytest.raises(grpc.RpcError) as caught:
+                export(iter(()))
+            release.set()
+    assert answers == [b""] * 8
+    assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -72,6 +72,7 @@ def test_times_are_relative_or_absolute() -> None:
     ("flags", "message"),
     [
         (["--from", "yesterday"], "not a time"),
+        (["--from", "-5x"], "not a time"),
         (["--from", "2027-01-15T08:00:00"], "no time zone"),
         (["--from", "-5m", "--to=-10m"], "--from is not before --to"),
     ],

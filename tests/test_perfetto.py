@@ -51,11 +51,13 @@ def test_a_request_and_a_step_are_drawn_whole(tmp_path: Path) -> None:
         [
             span("chat", 1_000, 3_001, kind="server", input_tokens=5),
             span("queue", 1_100, 1_500, reason="admission"),
-            span("prefill_step", 1_500, 2_000, step_seq=7),
+            span("prefill", 1_600, 1_800, step_seq=7),
+            span("prefill_step", 1_500, 2_000, trace_id=b"e" * 16, step_seq=7),
+            span("schedule", 1_500, 1_600, trace_id=b"e" * 16),
         ],
     )
     path = tmp_path / "trace.json"
-    assert write_trace(path, spans, frame(STEPS, [STEP])) == 12
+    assert write_trace(path, spans, frame(STEPS, [STEP])) == 13
     document = json.loads(path.read_text())
     drawn = [e for e in document["traceEvents"] if e["ph"] == "X"]
     trace_id = {"trace_id": TRACE.hex()}
@@ -64,6 +66,7 @@ def test_a_request_and_a_step_are_drawn_whole(tmp_path: Path) -> None:
     assert shape == [
         (REQUESTS_PID, 0, "chat", 0.0, 2.001, {"input_tokens": 5, **trace_id}),
         (REQUESTS_PID, 0, "queue", 0.1, 0.4, {"reason": "admission", **trace_id}),
+        (REQUESTS_PID, 0, "prefill", 0.6, 0.2, trace_id),
         (ENGINE_PID, 0, "prefill_step", 0.5, 0.5, step),
         (ENGINE_PID, 0, "schedule", 0.5, 0.1, {}),
         (ENGINE_PID, 0, "forward", 0.6, 0.2, {}),

@@ -1,6 +1,8 @@
 """Trace context and traffic headers, read and refused."""
 
+import asyncio
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -10,6 +12,7 @@ from perfledger.instrumented_runtime.request_trace import (
     parse_traceparent,
     traffic_attributes,
 )
+from perfledger.schema.clocks import monotonic_ns
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -46,6 +49,20 @@ def test_a_trace_continues_the_callers() -> None:
     assert (record.request, record.name, record.start_ns) == (7, "chat", 1000)
     assert (record.trace_id, record.parent_span_id) == parse_traceparent(PARENT)
     assert f"{record.span_id:016x}" == trace.traceparent.split("-")[2]
+
+
+@pytest.mark.parametrize(
+    "error", [RefusedError("no"), asyncio.CancelledError(), RuntimeError("bug"), None], ids=repr
+)
+def test_a_stage_is_recorded_however_it_ends(error: BaseException | None) -> None:
+    trace = RequestTrace(7, "chat", [], before_ns := monotonic_ns())
+    with suppress(RefusedError, asyncio.CancelledError, RuntimeError), trace.span("template"):
+        if error is not None:
+            raise error
+    record = trace.record()
+    [span] = record.spans
+    assert span.name == "template"
+    assert before_ns <= span.start_ns <= span.end_ns <= record.end_ns
 
 
 def test_a_trace_of_its_own() -> None:

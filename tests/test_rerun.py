@@ -382,6 +382,6 @@ symptom       seen at max_num_seqs 2
 decided on    CPU time, counts and tokens only (A/A gate not run; not decided:
               queue_ns_per_request)
 would decide  queue_ns_per_request: an A/A gate of 10 pairs on this machine and
-              workload
+              workload (not in this version)
 kept          rerun-0, its runs and their spans in ./s
 """

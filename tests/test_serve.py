@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from perfledger.cli import build_parser
-from perfledger.instrumented_runtime.exporter_link import destination
+from perfledger.instrumented_runtime.messages import Ready
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.serve import introduction
 from perfledger.serve_command import is_loopback, memory_bytes, options_of
 
 PROMPT = {"prompt": "The licence", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
@@ -76,13 +77,30 @@ def test_loopback() -> None:
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4
 
 
-def test_the_destination_follows_the_standard_variables_without_credentials() -> None:
-    assert destination({}) == "OTLP (grpc) to http://localhost:4317"
-    environment = {
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://me:secret@host:1/x",
-    }
-    assert destination(environment) == "OTLP (http/protobuf) to https://host:1/x"
+READY = Ready("cpu", "float32", "sdpa", 1, 8, 128, 1000, "w")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "OTLP (grpc) to http://localhost:4317, run r1"),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}, "off"),
+        ({"OTEL_SDK_DISABLED": "True"}, "off"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "off: cannot export traces by otlp http/json",
+        ),
+    ],
+)
+def test_it_says_where_telemetry_goes_or_that_it_is_off(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    lines = introduction(options("--run-id", "r1"), READY, "http://h:1")
+    assert [line for line in lines if line.startswith("telemetry")] == [f"telemetry  {said}"]
 
 
 def refused(*flags: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import perfledger.collectors.settling as settling_module
 from perfledger.collectors.settling import Settled, SettleLimits, Settling
 from perfledger.schema.derive import request_rows, step_rows
 from perfledger.schema.store import Store
@@ -276,3 +277,103 @@ def test_any_order_and_split_of_arrivals_gives_the_same_request(
     assert settled.requests.schema.equals(REQUESTS.arrow())
     assert settled.steps.schema.equals(STEPS.arrow())
     assert settled.steps.num_rows == 2
+
+
+# --- What cannot be derived ---------------------------------------------------------------------
+
+
+class Hostile(Exception):
+    """Stands for a defect that nobody knows of yet."""
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, name: str, poison: bytes) -> list[int]:
+    """Let a derivation raise where the span `poison` is among its spans; return its batch sizes."""
+    derive = getattr(settling_module, name)
+    sizes: list[int] = []
+
+    def failing(spans: pl.DataFrame, *rest: object, **more: object) -> pl.DataFrame:
+        sizes.append(len(spans))
+        if poison in spans["span_id"].to_list():
+            raise Hostile
+        return derive(spans, *rest, **more)
+
+    monkeypatch.setattr(settling_module, name, failing)
+    return sizes
+
+
+def test_a_step_with_hostile_counts_is_derived_like_any_other() -> None:
+    poison = step(3, 700, 800, "decode", (TRACE, ROOT))
+    poison[0]["attributes"] = [{"key": "perfledger.step.width", "int": 2**40}]
+    settling = Settling()
+    written = derived_by(settling, (0, [*PARTS, *poison, root()]), until_s=61)
+    assert [settled.steps.num_rows for settled in written if settled.steps] == [3]
+    assert len(requests_of(written)) == 1
+    assert (settling.held_spans, [s.defects for s in written if s.defects]) == (0, [])
+
+
+def test_a_step_that_cannot_be_derived_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(monkeypatch, "step_rows", b"step0003")
+    settling = Settling()
+    poison = step(3, 700, 800, "decode", (TRACE, ROOT))
+    again = root(trace=b"v" * 16, start=1000, end=3000)
+    arrivals = [(0, [*poison, *PARTS, root()]), (70, [again])]
+    written = derived_by(settling, *arrivals, until_s=700)
+    assert sum(settled.steps.num_rows for settled in written) == 2
+    assert [(r["trace_id"], r["e2e_ns"]) for r in requests_of(written)] == [
+        (TRACE, 1000),
+        (b"v" * 16, 2000),
+    ]
+    assert stages(requests_of(written)[0]) == {**STAGES, "e2e_ns": 1000}
+    assert (settling.counts["steps_failed"], settling.held_spans) == (1, 0)
+    assert [type(d) for settled in written for d in settled.defects] == [Hostile]
+
+
+def test_a_request_that_cannot_be_derived_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(monkeypatch, "request_rows", b"poison01")
+    others = [root(trace=b"%016d" % n) for n in range(9)]
+    poison = row("queue", b"poison01", 1, 2, trace_id=others[4]["trace_id"])
+    settling = Settling()
+    written = derived_by(settling, (0, [*others, poison]), until_s=61)
+    assert {r["trace_id"] for r in requests_of(written)} == {
+        other["trace_id"] for other in others if other is not others[4]
+    }
+    checks = len(SettleLimits().checks_ns)  # it was tried once at each
+    assert (settling.counts["requests_failed"], settling.held_spans) == (checks, 0)
+
+
+def test_what_failed_once_is_derived_at_its_next_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    settling = Settling()
+    with monkeypatch.context() as patch:
+        fail_on(patch, "request_rows", ROOT)
+        assert requests_of(derived_by(settling, (0, [*PARTS, root()]), until_s=10)) == []
+    (request,) = settling.settle(30 * S, WALL_NS).requests.to_pylist()
+    assert stages(request) == {**STAGES, "e2e_ns": 1000}
+
+
+def test_if_nothing_at_all_can_be_derived_memory_and_work_stay_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = fail_on(monkeypatch, "request_rows", ROOT)
+    settling = Settling()
+    settling.add(arrow([root(trace=b"%016d" % n) for n in range(1000)]), 0)
+    settled = settling.settle(61 * S, WALL_NS)
+    assert settled.requests.num_rows == 0
+    assert (settling.counts["requests_failed"], settling.held_spans) == (1000, 0)
+    assert len(sizes) < 100 and len(settled.defects) < 50
+
+
+def test_memory_is_let_go_and_checks_stay_due_though_settling_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settling = Settling(SettleLimits(max_spans=50))
+    with monkeypatch.context() as patch:
+        patch.setattr(settling, "_changed", lambda rows: 1 / 0)
+        for n in range(20):
+            settling.add(arrow([root(trace=b"%08d%08d" % (n, m)) for m in range(10)]), 0)
+            with pytest.raises(ZeroDivisionError):
+                settling.settle(10 * S, WALL_NS)
+            assert settling.held_spans <= 50
+    fresh = root(trace=b"v" * 16, start=1001, end=3000)
+    settling.add(arrow([fresh]), 10 * S)
+    made = settling.settle(20 * S, WALL_NS).requests["trace_id"].to_pylist()
+    assert b"v" * 16 in made

@@ -1,5 +1,6 @@
 """The store: what is written is read, once, and half-written files are never seen."""
 
+import os
 from pathlib import Path
 
 import polars as pl
@@ -105,6 +106,31 @@ def test_a_folder_that_cannot_be_written_is_found_out_at_the_start(tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to the store: Not a directory"):
         Store.at(str(tmp_path / "file")).prepare()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_each_new_folder_is_on_disk_before_its_file_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: bool
+) -> None:
+    """A file survives a power cut only if every folder on its way is an entry that does."""
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def spy(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    store = Store.at(str(tmp_path / "new" / "store"))
+    if prepared:
+        store.prepare()
+    path = store.write("spans", spans({}))
+    ancestors = [path, *path.parents]
+    on_the_way = ancestors[1 : ancestors.index(tmp_path) + 1]
+    assert set(synced) == {path.with_suffix(".writing"), *on_the_way}
+    synced.clear()
+    again = store.write("spans", spans({}))
+    assert set(synced) >= {again.with_suffix(".writing"), again.parent}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "http://x"])

@@ -158,7 +158,8 @@ def test_a_planted_effect_is_supported_with_its_evidence() -> None:
     assert cpu.effect.interval.low < math.log(0.5) < cpu.effect.interval.high
     assert (cpu.effect.pairs, cpu.effect.p, cpu.exact) == (8, 2 / 256, False)
     assert verdict.would_decide == (
-        "queue_ns_per_request: an A/A gate of 10 pairs on this machine and workload",
+        "queue_ns_per_request: an A/A gate of 10 pairs on this machine and workload (not in this"
+        " version)",
     )
 
 

@@ -2,8 +2,8 @@
 
 Per prediction (direction, smallest change d, margin m): *as predicted* if the 95 % interval lies
 wholly beyond d/2 and Holm's p is below 0.05; *against* if the 90 % interval lies inside +-m or the
-95 % one wholly on the other side; else undecided. A count that repeats within 5 % in each arm needs
-no statistics and is compared as it is.
+95 % one wholly on the other side; else undecided. A count that is the same in all runs of an arm,
+for both arms, needs no statistics and is compared as it is.
 """
 
 import math
@@ -30,7 +30,6 @@ Result = Literal["as predicted", "against", "quiet", "moved", "undecided", "not 
 MINIMUM_PAIRS = 6  # below that there is no 95 % interval
 GATE_PAIRS = 10
 ALPHA = 0.05
-COUNT_TOLERANCE = 0.05  # (highest - lowest) / lowest of a count among the runs of one arm
 NO_GATE = "A/A gate not run"
 
 
@@ -126,7 +125,8 @@ def _evidence(
 
 
 def _repeats(values: Sequence[float]) -> bool:
-    return len(values) > 1 and (max(values) - min(values)) / min(values) <= COUNT_TOLERANCE
+    """Return whether a count was the same in every run of an arm: then it needs no statistics."""
+    return len(values) > 1 and min(values) == max(values)
 
 
 def _role(
@@ -245,7 +245,8 @@ def _would_decide(
         if row.result == "undecided" and row.predicted:
             found.append(f"{row.metric.name}: {_pairs_for(row, len(hypothesis.predictions))}")
         elif row.result == "not decided":
-            need = f"an A/A gate of {GATE_PAIRS} pairs on this machine and workload"
+            need = f"an A/A gate of {GATE_PAIRS} pairs on this machine and workload (not in this"
+            need += " version)"
             found.append(f"{row.metric.name}: {need if gate is None else 'a quieter machine'}")
         elif row.result == "moved":
             found.append(f"{row.metric.name}: what else changed with the variable")

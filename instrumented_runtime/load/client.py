@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import re
 import secrets
 from array import array
 from contextlib import suppress
@@ -23,6 +24,10 @@ from perfledger.schema.clocks import monotonic_ns
 from perfledger.schema.errors import PerfledgerError, UsageError
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+# What the runtime takes as tenant, class or session.
+_NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9._:/@+-]+")
+MAX_LABEL_CHARS = 128
 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
@@ -247,15 +252,23 @@ _ERROR_KINDS: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
 
 
 def _headers(plan: LoadPlan, arrival: Arrival, trace_id: bytes, span_id: bytes) -> dict[str, str]:
-    headers = {
-        "Content-Type": "application/json",
-        "Accept": "text/event-stream",
-        "traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01",
+    labels = {
         "x-perfledger-class": arrival.traffic_class,
         "x-perfledger-tenant": arrival.tenant,
         "x-perfledger-session": arrival.session,
     }
-    return {name: value for name, value in headers.items() if value} | _authorization(plan)
+    headers = {
+        "Content-Type": "application/json",
+        "Accept": "text/event-stream",
+        "traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01",
+    }
+    told = {name: label_header(label) for name, label in labels.items() if label}
+    return headers | told | _authorization(plan)
+
+
+def label_header(label: str) -> str:
+    """Return a label of a trace ("Conversation log") as our server takes it in a header."""
+    return _NOT_IN_A_HEADER.sub("-", label)[:MAX_LABEL_CHARS]
 
 
 def _authorization(plan: LoadPlan) -> dict[str, str]:
