@@ -304,7 +304,8 @@ def _derive_what_can_be(
     batch: pl.DataFrame, table: Table, derive: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> _Derived:
     """Derive a batch; where that raises, its halves, so that one that cannot be goes alone."""
-    parts, defects, failed, todo = [_empty(table)], [], 0, [batch]
+    defects: list[Exception] = []
+    parts, failed, todo = [_empty(table)], 0, [batch]
     while todo:
         some = todo.pop()
         if some.is_empty():

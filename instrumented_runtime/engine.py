@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfledger.instrumented_runtime.messages import (
+    USAGE,
     WHOLE_ENGINE,
     Abort,
     Failed,
@@ -53,7 +54,8 @@ def main(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the API process is gone
     except PerfledgerError as error:
-        connection.send(Failed(WHOLE_ENGINE, "error", str(error)))
+        reason = USAGE if isinstance(error, UsageError) else "error"
+        connection.send(Failed(WHOLE_ENGINE, reason, str(error)))
     except Exception as error:
         traceback.print_exc()
         connection.send(Failed(WHOLE_ENGINE, "error", f"{type(error).__name__}: {error}"))

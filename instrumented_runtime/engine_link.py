@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from perfledger.instrumented_runtime.messages import (
+    USAGE,
     WHOLE_ENGINE,
     Abort,
     Failed,
@@ -77,6 +78,7 @@ class EngineLink:
         self._answers: dict[int, Answer] = {}
         self.state = LOADING
         self.failure = ""
+        self.misused = False  # it failed because it could never start as asked
         self.ready: Ready | None = None
         self._on_change = on_change
 
@@ -164,6 +166,7 @@ class EngineLink:
 
     def _refused_by_engine(self, failed: Failed) -> None:
         if failed.request == WHOLE_ENGINE:
+            self.misused = failed.reason == USAGE
             self.fail(failed.detail)
         elif (answer := self._answers.pop(failed.request, None)) is not None:
             answer.arrived.put_nowait(RequestFailedError(failed.reason, failed.detail))

@@ -34,8 +34,8 @@ class Telemetry(Protocol):
     def report(self) -> Mapping[str, object]:
         """Return the counters for /health."""
 
-    def stop(self) -> None:
-        """Send the rest and end; waits a bounded time."""
+    def stop(self) -> Mapping[str, object]:
+        """Send the rest and end, in a bounded time; return the last report."""
 
 
 class NoTelemetry:
@@ -53,8 +53,9 @@ class NoTelemetry:
         """See Telemetry."""
         return {"exporter": "off", "dropped": 0, "exported": 0, "export_failed": 0}
 
-    def stop(self) -> None:
+    def stop(self) -> Mapping[str, object]:
         """See Telemetry."""
+        return self.report()
 
 
 class ExporterLink:
@@ -90,12 +91,15 @@ class ExporterLink:
             "export_failed": counts.export_failed,
         }
 
-    def stop(self) -> None:
+    def stop(self) -> Mapping[str, object]:
         """See Telemetry."""
         self._stopping = True
         self._sender.close()
         end(self._process, FLUSH_S)
+        self._running = False
+        report = self.report()
         self._ring.close()
+        return report
 
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)

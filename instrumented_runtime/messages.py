@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 # Failed.request of a failure that is the engine's, not one request's.
 WHOLE_ENGINE = -1
+# Failed.reason of an engine that could never start as asked.
+USAGE = "usage"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def limits_of(options: RuntimeOptions, *, max_model_len: int, kv_blocks: int) ->
     """
     check_options(options)
     if kv_blocks < 1:
-        raise UsageError("the KV memory holds no block", fix="raise kv_memory_bytes")
+        raise UsageError("the KV memory holds no block", fix="raise --kv-memory")
     return Limits(
         options.max_num_seqs,
         options.max_num_batched_tokens,

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,7 +27,7 @@ from perfledger.instrumented_runtime.otel_environment import destination
 from perfledger.instrumented_runtime.scheduler import limits_of
 from perfledger.instrumented_runtime.telemetry import AttributeValue, EngineRecord
 from perfledger.instrumented_runtime.tokenizer import Tokenizer
-from perfledger.schema.errors import PerfledgerError
+from perfledger.schema.errors import PerfledgerError, UsageError
 
 if TYPE_CHECKING:
     from perfledger.instrumented_runtime.api import Service
@@ -65,7 +66,8 @@ class Runtime:
         self._stopping = False
 
     async def run(self) -> int:
-        """Run it all. Raises PerfledgerError where the engine failed."""
+        """Run it all. Raises UsageError where the engine could never start as asked, and
+        PerfledgerError where it failed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -73,12 +75,20 @@ class Runtime:
         try:
             await self._serve()
         finally:
-            await asyncio.to_thread(self._telemetry.stop)
+            self._say_lost(await asyncio.to_thread(self._telemetry.stop))
+        if self._link.misused:
+            raise UsageError(self._link.failure)
         if self._link.state == FAILED:
             ended = f"{self._link.failure} (exit code {self._engine.exitcode})"
             raise PerfledgerError(ended, fix="the lines above may say more")
         say("stopped")
         return 0
+
+    def _say_lost(self, report: Mapping[str, object]) -> None:
+        """Say at the end what /health can say no more."""
+        if report["dropped"] or report["export_failed"]:
+            lost = f"{report['dropped']} records and {report['export_failed']} spans"
+            say(f"telemetry lost: {lost} ({destination(os.environ)})", sys.stderr)
 
     async def _serve(self) -> None:
         """Run the engine and the server until a signal, or until loading fails."""
@@ -118,7 +128,8 @@ class Runtime:
     def _engine_changed(self) -> None:
         ready = self._link.ready
         if self._link.state == FAILED:
-            say(f"perfledger: {self._link.failure}: no request can be served", sys.stderr)
+            if ready is not None:
+                say(f"perfledger: {self._link.failure}: no request can be served", sys.stderr)
             self._server.should_exit |= ready is None
         elif ready is not None:
             self._telemetry.send(EngineRecord(engine_attributes(ready)))

@@ -41,6 +41,10 @@ class Store:
     @classmethod
     def at(cls, url: str, namespace: str = DEFAULT_NAMESPACE) -> Self:
         """Return the store at a URL. Today a local folder; raises UsageError for anything else."""
+        if not url:
+            raise UsageError(
+                "the store has no name", fix="give a folder: --store ./perfledger-data"
+            )
         if not _NAMESPACE.fullmatch(namespace):
             raise UsageError(f"not a namespace: {namespace!r}", fix="use a-z, 0-9, - and _")
         if "://" in url and not url.startswith("file://"):
@@ -48,7 +52,10 @@ class Store:
                 f"cannot open the store {url!r}",
                 fix="give a local folder, e.g. --store ./perfledger-data",
             )
-        return cls(Path(url.removeprefix("file://")), namespace)
+        root = Path(url.removeprefix("file://"))
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"the store {url!r} is not a folder", fix="give a folder")
+        return cls(root, namespace)
 
     def write(self, table: str, rows: pa.Table) -> Path:
         """Write rows as one new file and return its path; durable when this returns."""

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -318,4 +319,20 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     command = [sys.executable, "-P", "-m", "perfledger", "serve", "--model", "reference-small"]
     command += ["--port", "0", "--no-telemetry", "--kv-memory", "1KiB"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (ran.returncode, "the KV memory holds no block" in ran.stderr) == (1, True)
+    said = "perfledger: the KV memory holds no block\n  try: raise --kv-memory\n"
+    assert (ran.returncode, ran.stderr) == (2, said)
+
+
+def test_what_never_reached_a_collector_is_said_at_the_end(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    environment = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    with start_runtime(tmp_path, otlp_port=1, **environment) as runtime:
+        assert complete(runtime) == 200
+        runtime.process.send_signal(signal.SIGINT)
+        assert runtime.process.wait(30) == 0
+        said = [line for line in runtime.log.read_text().splitlines() if "telemetry lost" in line]
+    (line,) = said
+    assert re.fullmatch(
+        r"telemetry lost: 0 records and [1-9]\d* spans \(OTLP .*127.0.0.1:1\)", line
+    )

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_found_out_at_the_start(tmp_path: Pat
     assert list((tmp_path / "new" / "default").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to the store: Not a directory"):
-        Store.at(str(tmp_path / "file")).prepare()
+        Store.at(str(tmp_path / "file" / "store")).prepare()
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -137,6 +137,14 @@ def test_each_new_folder_is_on_disk_before_its_file_counts(
 def test_a_url_that_cannot_be_opened_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="local folder"):
         Store.at(url)
+
+
+def test_a_file_or_nothing_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is not a folder"):
+        Store.at(str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="has no name"):
+        Store.at("")
 
 
 @pytest.mark.parametrize("namespace", ["", "..", "a/b", "A", "-x"])
