@@ -154,7 +154,7 @@ def _conclude(
     """Read the telemetry of all runs and decide."""
     telemetry = _telemetry(runs)
     measured = tuple(p.completed(lambda run: _measured(run, telemetry)) for p in pairs)
-    _require_some(measured)
+    require_some(measured)
     return RerunResult(
         run_id=runs.experiment,
         settings=settings,
@@ -203,7 +203,7 @@ def _symptom(
     return answers.count(True) * 2 > len(answers)
 
 
-def _require_some(pairs: tuple[Pair, ...]) -> None:
+def require_some(pairs: tuple[Pair, ...]) -> None:
     """Raise PerfledgerError where failed runs left no pair at all."""
     failures = [run.failure for pair in pairs for run in (pair.a, pair.b) if run.failure]
     if failures and all(pair.excluded() for pair in pairs):

@@ -16,6 +16,7 @@ from perfledger.instrumented_runtime import engine
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.checkpoints.weights import weights_hash
 from perfledger.instrumented_runtime.messages import (
+    USAGE,
     WHOLE_ENGINE,
     Abort,
     Failed,
@@ -219,5 +220,5 @@ def test_a_checkpoint_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None
         it.process.join(30)
         assert it.process.exitcode == 0
     assert isinstance(failed, Failed)
-    assert (failed.request, failed.reason) == (WHOLE_ENGINE, "error")
+    assert (failed.request, failed.reason) == (WHOLE_ENGINE, USAGE)
     assert failed.detail.startswith("config.json is not valid JSON")

@@ -29,7 +29,7 @@ from perfledger.cli import main
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.targets.process import running
 from perfledger.instrumented_runtime.targets.reference import VARIABLES, source_facts
-from perfledger.rerun import RerunResult, RerunSettings, rerun, workload_of
+from perfledger.rerun import RerunResult, RerunSettings, require_some, rerun, workload_of
 from perfledger.rerun_command import print_result
 from perfledger.schema.errors import NotComparableError, PerfledgerError, UsageError
 from perfledger.schema.manifest import Manifest, compare
@@ -187,7 +187,7 @@ def test_a_model_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
         rerun(settings(tmp_path / "store", model="no-such-model"))
 
 
-def test_a_checkpoint_that_does_not_load_fails_every_run(
+def test_a_checkpoint_that_does_not_load_ends_it_before_a_second_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "torn"
@@ -195,8 +195,17 @@ def test_a_checkpoint_that_does_not_load_fails_every_run(
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     arguments = ["--store", str(tmp_path / "s"), "--model", str(folder), "--pairs", "5"]
-    assert main(["rerun", *arguments]) == 1
-    assert "2 of 2 runs failed, the first one so: serve ended with" in capsys.readouterr().err
+    assert main(["rerun", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("perfledger: serve ended with exit code 2:")
+    assert said.count("cannot read model.safetensors") == 1
+    assert Store.at(str(tmp_path / "s")).scan("runs").collect().is_empty()
+
+
+def test_runs_that_all_fail_leave_nothing_to_say() -> None:
+    failed = RunSample("r", 2, 0, 1, failure="did not start")
+    with pytest.raises(PerfledgerError, match="2 of 2 runs failed, the first one so: did not"):
+        require_some((Pair(0, "a", failed, replace(failed, level=8)),))
 
 
 def test_ctrl_c_ends_everything_it_started(tmp_path: Path) -> None:
