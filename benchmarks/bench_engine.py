@@ -1,6 +1,6 @@
 """The engine's speed: against its own model without a server, and against static batching.
 
-    python benchmarks/bench_engine.py [--pairs 8] [--threads 2] [--requests 64]
+    python benchmarks/bench_engine.py [--pairs 5] [--threads 2] [--requests 32]
 
 bare: output tokens/s of the engine process, driven over its pipe with 8 and with 16 requests that
 decode together, divided by those of a loop that does nothing but call the same model on the same
@@ -310,9 +310,9 @@ def rounded(raw: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=64, help="of the comparison with static")
+    parser.add_argument("--requests", type=int, default=32, help="of the comparison with static")
     options = parser.parse_args()
     folder = resolve(MODEL)
     result = {
