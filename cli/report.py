@@ -59,6 +59,6 @@ def _finding(rerun: "RerunResult") -> RerunFinding:
     low, high = rerun.plan.levels
     return RerunFinding(
         title=f"{rerun.plan.variable} {low} against {high}",
-        claim=rerun.hypothesis.claim if rerun.hypothesis else "No prediction was registered.",
+        claim=rerun.hypothesis.claim if rerun.hypothesis else "none was registered",
         verdict=rerun.verdict,
     )
