@@ -87,6 +87,8 @@ class SpanSender:
         self._waiting: deque[FinishedSpan] = deque()
         self._in_flight = 0
         self._stop = threading.Event()
+        # Each span is waiting, in flight or counted: no count may fall between two of them.
+        self._lock = threading.Lock()
         self._abandoned = False
         self._said_unsendable = False
         self._thread = threading.Thread(target=self._run, name="span sender", daemon=True)
@@ -109,26 +111,29 @@ class SpanSender:
         self._thread.join(timeout_s)
         self._exporter.shutdown()
         self._thread.join(0.2)
-        self._abandoned = True
-        self._left = self._in_flight + len(self._waiting)
+        with self._lock:
+            self._abandoned = True
+            self._left = self._in_flight + len(self._waiting)
 
     def _run(self) -> None:
         stopping = False
         while not stopping:
             stopping = self._stop.wait(SEND_INTERVAL_S)
-            while self._waiting and not self._abandoned:
-                batch = self._next_batch()
-                self._in_flight = len(batch)
+            while batch := self._next_batch():
                 accepted = self._send(batch)
-                if not self._abandoned:
-                    self._in_flight = 0
-                    self._note(len(batch), accepted)
+                with self._lock:
+                    if not self._abandoned:
+                        self._in_flight = 0
+                        self._note(len(batch), accepted)
 
     def _next_batch(self) -> list[FinishedSpan]:
-        batch, weight = [], 0
-        while self._waiting and weight < BATCH_WEIGHT:
-            batch.append(self._waiting.popleft())
-            weight += 1 + len(batch[-1].links)
+        batch: list[FinishedSpan] = []
+        weight = 0
+        with self._lock:
+            while self._waiting and weight < BATCH_WEIGHT and not self._abandoned:
+                batch.append(self._waiting.popleft())
+                weight += 1 + len(batch[-1].links)
+            self._in_flight = len(batch)
         return batch
 
     def _send(self, batch: list[FinishedSpan]) -> bool | None:
