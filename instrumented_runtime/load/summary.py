@@ -22,6 +22,7 @@ from perfledger.instrumented_runtime.load.workload import (
     describe,
     spread,
 )
+from perfledger.schema.quantiles import quantiles
 
 # Past this the client itself, not the server, shapes the measurement.
 CLIENT_LATE_NS = 10_000_000
@@ -153,7 +154,7 @@ def metric(values: Iterable[int]) -> Metric:
     raw = np.fromiter(values, dtype=np.int64)
     if not len(raw):
         return Metric(None, None, None, None, None, 0)
-    p50, p95, p99 = (float(q) for q in np.quantile(raw, (0.5, 0.95, 0.99)))
+    p50, p95, p99 = quantiles(raw, (0.5, 0.95, 0.99))
     return Metric(float(raw.mean()), float(raw.std()), p50, p95, p99, len(raw))
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from perfledger.schema.errors import UsageError
+from perfledger.schema.quantiles import quantiles
 
 NS_PER_S = 1_000_000_000
 
@@ -229,7 +230,7 @@ def spread(values: Sequence[int]) -> Spread:
     numbers = np.asarray(values, dtype=np.float64)
     return Spread(
         float(numbers.mean()),
-        *(float(x) for x in np.quantile(numbers, (0.5, 0.95, 0.99, 1.0))),
+        *quantiles(numbers, (0.5, 0.95, 0.99, 1.0)),
     )
 
 
