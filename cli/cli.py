@@ -12,7 +12,7 @@ from perfledger.config import apply_settings, read_settings
 from perfledger.schema.errors import PerfledgerError
 from perfledger.selection import join_relative_times
 
-COMMANDS = ("demo", "serve", "collect", "load", "attribute", "rerun", "report")
+COMMANDS = ("demo", "serve", "collect", "store", "load", "attribute", "rerun", "report")
 
 DESCRIPTION = "Perfledger: where the time of every LLM request went, and why."
 EXAMPLES = """\
@@ -21,6 +21,7 @@ start here:
 attach to a service:
   perfledger collect                       receive OTLP on 4317 and 4318, keep Parquet
   perfledger attribute --from -15m         which stage the time of each request went to
+  perfledger store compact                 merge small files; also retain, verify, stats
 try a change:
   perfledger rerun --variable max_num_seqs --levels 2,8
 
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         parser = build_parser()
-        apply_settings(parser, read_settings(os.environ))
         given = sys.argv[1:] if arguments is None else arguments
+        apply_settings(parser, read_settings(os.environ, given))
         parsed = parser.parse_args(join_relative_times(given))
         code: int = parsed.run(parsed)
         sys.stdout.flush()

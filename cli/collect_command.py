@@ -1,33 +1,29 @@
 """`perfledger collect`: receive OTLP, keep Parquet."""
 
 import argparse
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from perfledger.collectors.address import Address
-from perfledger.output import print_table
-from perfledger.schema.errors import UsageError
-from perfledger.selection import add_store
-from perfledger.serve_command import is_loopback
+from perfledger.collect_flags import CollectOptions, add_flags, options_of
 
 if TYPE_CHECKING:
     from perfledger.collectors.collecting import Collector
+    from perfledger.collectors.companions import Companions
+    from perfledger.collectors.serving import Endpoints
 
 EXAMPLES = """\
 examples:
   perfledger collect                                     OTLP on 127.0.0.1:4317 and :4318
   perfledger collect --store /data/ledger --namespace prod
+  perfledger collect --config collect.toml               everything below as keys of a file
+  perfledger collect --otlp-grpc 0.0.0.0:4317 --tokens-file tokens.toml \\
+    --tls-cert cert.pem --tls-key key.pem                other hosts, told apart by token
   vllm serve MODEL --otlp-traces-endpoint http://127.0.0.1:4317    a service that sends to it
 
-Traces, metrics and logs are taken over gRPC and over HTTP with protobuf. Prompts, answers, log
-bodies and other content are removed before anything is kept. An acknowledged span is on disk
-about a second later; SIGTERM and Ctrl-C write everything and end with 0."""
-
-_STATUS_EVERY_S = 2.0
-_LONGEST_SETTLE_S = 120
-_SIGNAL_TABLES = ("spans", "points", "logs")
-_DERIVED_TABLES = ("steps", "requests")
+Traces, metrics and logs are taken over gRPC and over HTTP, with protobuf or JSON. Prompts,
+answers, log bodies and other content are removed before anything is kept. A span is synced to a
+log before it is acknowledged, and in a file seconds later. SIGTERM and Ctrl-C write everything and
+end with 0."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,122 +34,101 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Receive OTLP from running services and keep it in a store.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # --config is looked for before the parser is there, by its whole name.
+        allow_abbrev=False,
     )
-    add_store(parser)
-    parser.add_argument(
-        "--otlp-grpc",
-        default="127.0.0.1:4317",
-        metavar="HOST:PORT",
-        help="where to take OTLP over gRPC (default 127.0.0.1:4317)",
-    )
-    parser.add_argument(
-        "--otlp-http",
-        default="127.0.0.1:4318",
-        metavar="HOST:PORT",
-        help="where to take OTLP over HTTP (default 127.0.0.1:4318)",
-    )
-    parser.add_argument(
-        "--settle",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long to wait for a request's spans before its row is derived (default 5)",
-    )
-    parser.add_argument(
-        "--buffer-mib",
-        type=int,
-        default=256,
-        metavar="MIB",
-        help="rows to hold while they cannot be written, before requests are refused (default 256)",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow addresses other than loopback, although there is no authentication yet",
-    )
+    add_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Collect until SIGTERM or SIGINT; raises UsageError on what cannot be listened on."""
     import asyncio
+    import gc
 
-    if not 0 < args.settle <= _LONGEST_SETTLE_S:
-        raise UsageError(f"--settle must be more than 0 and at most {_LONGEST_SETTLE_S} seconds")
-    if args.buffer_mib <= 0:
-        raise UsageError("--buffer-mib must be more than 0")
-    grpc_address = _address(args.otlp_grpc, "--otlp-grpc", args.insecure)
-    http_address = _address(args.otlp_http, "--otlp-http", args.insecure)
-    asyncio.run(_collect(args, grpc_address, http_address))
+    import uvloop
+
+    options = options_of(args)
+    # Requests become objects by the thousand, and those make no cycles: look for some less often.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_collect(options))
     return 0
 
 
-async def _collect(args: argparse.Namespace, grpc_address: Address, http_address: Address) -> None:
+async def _collect(options: CollectOptions) -> None:
     import asyncio
     import signal
 
-    from perfledger.collectors.collecting import CollectLimits, Collector
+    from perfledger.collect_status import print_counts, show_status
+    from perfledger.collectors.companions import Companions
+    from perfledger.collectors.forward.forward_loop import new_instance_id
     from perfledger.collectors.serving import serve
-    from perfledger.collectors.settling import SettleLimits
-    from perfledger.schema.store import Store
+    from perfledger.collectors.transport.access import Access
 
-    store = Store.at(args.store, args.namespace)
-    store.prepare()
-    settle = SettleLimits(settle_s=args.settle, window_s=max(60.0, 4 * args.settle))
-    limits = CollectLimits(buffer_bytes=args.buffer_mib * 2**20, settle=settle)
-    collector = Collector(store, limits)
+    own_id = new_instance_id()
+    companions = Companions.from_tables(options.tables, own_id, options.folder)
+    collectors = _collectors(options, companions)
+    access = Access(collectors, options.tokens, options.namespace, own_id)
     stop, has_started = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def started(grpc: Address, http: Address) -> None:
-        print(f"collecting into {store.root}, namespace {store.namespace}")
-        print(f"  OTLP over gRPC on {grpc}, over HTTP on http://{http}", flush=True)
+    def started(bound: "Endpoints") -> None:
+        _print_start(options, bound)
         has_started.set()
 
-    status = asyncio.create_task(_show_status(collector))
+    def counts() -> Counter[str]:
+        return sum(
+            (one.counts() for one in collectors.values()), access.counts() + companions.counts()
+        )
+
+    status = asyncio.create_task(show_status(counts))
     try:
-        await serve(collector, grpc_address, http_address, limits.request_bytes, stop, started)
+        await serve(
+            *(collectors, access, options.endpoints, options.transport, stop, started),
+            companions=companions,
+        )
     finally:
         status.cancel()
         if has_started.is_set():
-            _print_counts(collector.counts())
+            print_counts(counts())
 
 
-async def _show_status(collector: "Collector") -> None:
-    """Rewrite one line with what happened so far, on a terminal only."""
-    import asyncio
+def _collectors(options: CollectOptions, companions: "Companions") -> "dict[str, Collector]":
+    """Return a collector for each namespace; the memory that rows may take is shared out."""
+    from perfledger.collectors.collecting import CollectLimits, Collector
+    from perfledger.collectors.settling import SettleLimits
+    from perfledger.schema.store import Store
 
-    while sys.stderr.isatty():
-        await asyncio.sleep(_STATUS_EVERY_S)
-        counts = collector.counts()
-        line = ", ".join(
-            f"{counts[name]:,} {name.replace('_', ' ')}"
-            for name in ("spans_received", "spans_written", "spans_rejected", "requests_derived")
+    settle = SettleLimits(settle_s=options.settle_s, window_s=max(60.0, 4 * options.settle_s))
+    limits = CollectLimits(
+        request_bytes=options.transport.request_bytes,
+        buffer_bytes=options.buffer_bytes // len(options.namespaces),
+        settle=settle,
+    )
+    collectors = {}
+    for namespace in options.namespaces:
+        store = Store.at(options.store, namespace)
+        store.prepare()
+        folder = options.log_folder
+        collectors[namespace] = Collector(
+            store,
+            limits,
+            None if folder is None else folder / namespace,
+            forward=companions.forwarder.offer if companions.forwarder else None,
+            sampler=companions.tail_sampler(),
+            sample_after_s=companions.sampling.wait_s if companions.sampling else 0.0,
         )
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+    return collectors
 
 
-def _print_counts(counts: Counter[str]) -> None:
-    """Print what was received and what became of it, and whatever else is not 0."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    fates = ("received", "written", "rejected", "waiting")
-    rows = [[table, *(counts[f"{table}_{fate}"] for fate in fates)] for table in _SIGNAL_TABLES]
-    rows += [[table, None, counts[f"{table}_written"], None, None] for table in _DERIVED_TABLES]
-    print_table("", ["table", *fates], rows)
-    told = {f"{table}_{fate}" for table in (*_SIGNAL_TABLES, *_DERIVED_TABLES) for fate in fates}
-    for name in sorted(counts.keys() - told):
-        print(f"{name.replace('_', ' ')}: {counts[name]:,}")
-
-
-def _address(text: str, flag: str, insecure: bool) -> Address:
-    """Parse HOST:PORT. Raises UsageError where it is none, or is wider than loopback."""
-    address = Address.parse(text, flag)
-    if not insecure and not is_loopback(address.host):
-        raise UsageError(
-            f"{address.host} can be reached from other hosts, and there is no authentication yet",
-            where=flag,
-            fix="a loopback address, or --insecure to take telemetry from anyone",
-        )
-    return address
+def _print_start(options: CollectOptions, bound: "Endpoints") -> None:
+    scheme = "https" if options.transport.tls else "http"
+    names = options.namespaces
+    print(f"collecting into {options.store}, namespace{'s' * (len(names) > 1)} {', '.join(names)}")
+    print(f"  OTLP over gRPC on {bound.grpc}, over HTTP on {scheme}://{bound.http}", flush=True)
+    if bound.metrics is not None:
+        scheme = "http" if bound.metrics.is_loopback else scheme
+        print(f"  metrics on {scheme}://{bound.metrics}/metrics", flush=True)

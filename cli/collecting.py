@@ -19,6 +19,6 @@ def collecting(store: str, namespace: str, logs: Path) -> Iterator[str]:
     start; what it prints is in `logs`.
     """
     command = perfledger_command("collect", "--store", store, "--namespace", namespace)
-    command += ["--otlp-grpc", "127.0.0.1:0", "--otlp-http", "127.0.0.1:0"]
+    command += ["--otlp-grpc", "127.0.0.1:0", "--otlp-http", "127.0.0.1:0", "--metrics", "off"]
     with running("collect", command, os.environ, logs / "collect.log") as child:
         yield f"http://{child.wait_for(READY_LINE, READY_S)[1]}"

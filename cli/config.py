@@ -1,13 +1,14 @@
 """Settings from perfledger.toml and PERFLEDGER_* become the parser's defaults; flags win.
 
 A flag `--max-num-seqs` of `perfledger serve` is `max_num_seqs` under `[serve]` in the file (or at
-its top, for all commands) and PERFLEDGER_MAX_NUM_SEQS in the environment.
+its top, for all commands) and PERFLEDGER_MAX_NUM_SEQS in the environment. Tables that are no flags,
+such as `[scrape]`, belong to the command whose parser has a default `tables` that names them.
 """
 
 import argparse
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,17 +28,19 @@ class Settings:
     environment: Mapping[str, str]
 
 
-def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Read the TOML file (PERFLEDGER_CONFIG or ./perfledger.toml) and the variables.
+def read_settings(environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Settings:
+    """Read the TOML file (--config, PERFLEDGER_CONFIG or ./perfledger.toml) and the variables.
 
     Raises UsageError where a named file is missing or the file is not TOML.
     """
-    named = environment.get("PERFLEDGER_CONFIG")
+    flagged = _config_flag(arguments)
+    named = flagged or environment.get("PERFLEDGER_CONFIG")
     file = Path(named or CONFIG_FILE)
     variables = {k: v for k, v in environment.items() if k.startswith("PERFLEDGER_")}
     if not file.is_file():
         if named:
-            raise UsageError(f"no such file: {named}", where="PERFLEDGER_CONFIG")
+            where = "--config" if flagged else "PERFLEDGER_CONFIG"
+            raise UsageError(f"no such file: {named}", where=where)
         return Settings(None, {}, variables)
     try:
         return Settings(file, tomllib.loads(file.read_text("utf-8")), variables)
@@ -45,14 +48,25 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         raise UsageError(f"not TOML: {error}", where=str(file)) from error
 
 
+def _config_flag(arguments: Sequence[str]) -> str:
+    """Return what --config names, before any parser is there; "" where it is not given."""
+    for at, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag == "--config":
+            return value or "".join(arguments[at + 1 : at + 2])
+    return ""
+
+
 def apply_settings(parser: argparse.ArgumentParser, settings: Settings) -> None:
     """Set defaults on every command's parser. Raises UsageError on an unknown name or bad value."""
     commands = _commands(parser)
     shared = {k: v for k, v in settings.values.items() if not isinstance(v, dict)}
     known: set[str] = set()
+    tables: set[str] = set()
     for name, command in commands.items():
         options = {action.dest: action for action in command._actions if action.option_strings}
         known |= options.keys()
+        tables |= _fill_tables(command, settings)
         section = settings.values.get(name, {})
         section = section if isinstance(section, dict) else {}
         for key, value in {**shared, **section}.items():
@@ -64,13 +78,24 @@ def apply_settings(parser: argparse.ArgumentParser, settings: Settings) -> None:
             variable = f"PERFLEDGER_{key.upper()}"
             if variable in settings.environment:
                 _set_default(command, action, settings.environment[variable], variable)
-    _refuse_unknown(settings, shared.keys() - known, commands.keys())
+    _refuse_unknown(settings, shared.keys() - known, commands.keys() | tables)
     _name_unknown(settings, known)
 
 
-def _refuse_unknown(settings: Settings, stray: set[str], commands: object) -> None:
-    sections = {k for k, v in settings.values.items() if isinstance(v, dict)}
-    stray |= sections - set(commands)  # type: ignore[call-overload]
+def _fill_tables(command: argparse.ArgumentParser, settings: Settings) -> set[str]:
+    """Hand a command its tables as they are in the file; return their names."""
+    tables: dict[str, object] = command.get_default("tables") or {}
+    found = {name: settings.values.get(name, {}) for name in tables}
+    for name, table in found.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{name} is not a table", where=str(settings.file), fix=f"[{name}]")
+    if tables:
+        command.set_defaults(tables=found)
+    return set(tables)
+
+
+def _refuse_unknown(settings: Settings, stray: set[str], sections: set[str]) -> None:
+    stray |= {k for k, v in settings.values.items() if isinstance(v, dict)} - sections
     if stray:
         raise UsageError(f"unknown setting: {', '.join(sorted(stray))}", where=str(settings.file))
 

@@ -2,10 +2,10 @@
 
 import argparse
 import importlib.util
-import ipaddress
 import re
 from collections.abc import Callable
 
+from perfledger.collectors.transport.address import is_loopback
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.schema.errors import UsageError
 
@@ -89,14 +89,6 @@ def memory_bytes(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 512MiB")
     return int(match[1]) * _UNIT_BYTES[(match[2] or "").upper()]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this host can reach an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _add_network(group: "argparse._ArgumentGroup") -> None:

@@ -1,76 +1,102 @@
-"""The collector: receivers, decoding, buffer, settling and store, wired; runs until told to stop.
+"""The collector of one namespace: ingest, storing and settling, wired; runs until told to stop.
 
-Guarantee, until the write-ahead log comes: a request is acknowledged when its rows are in memory,
-and they are durable in Parquet about a second later. SIGTERM and SIGINT lose nothing. A kill -9 or
-a power cut loses at most that second. While the disk is full nothing is lost: rows wait in memory,
-and beyond `buffer_bytes` new requests are refused with a time to retry.
-Received = written + rejected + waiting, for spans, points and log records.
+A request is acknowledged when its bytes, without content, are synced in the log; some seconds
+later it is in files. Nothing acknowledged is lost by kill -9, nor by a power cut where the disk
+keeps its word. Always: received = accepted + rejected, and accepted = written + waiting +
+deduplicated + sampled away.
 """
 
 import asyncio
 import logging
+import shutil
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 
 from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES
-from perfledger.collectors.buffering import RowBuffer
-from perfledger.collectors.otlp_receiver import (
+from perfledger.collectors.ingesting import Forward, Ingest, IngestLimits
+from perfledger.collectors.otlp_rows import Outcome, Signal
+from perfledger.collectors.settling import SettleLimits, Settling
+from perfledger.collectors.storing import Prepared, Sampler, Storing
+from perfledger.collectors.transport.otlp_receiver import (
     DEFAULT_MAX_REQUEST_BYTES,
     Refusal,
-    failed,
     overloaded,
-    undecodable,
 )
-from perfledger.collectors.otlp_rows import Decoded, Signal, UndecodableRequest, decode
-from perfledger.collectors.settling import SettleLimits, Settling
+from perfledger.collectors.wal.write_ahead_log import Segment, WriteAheadLog
+from perfledger.collectors.wire.recent_spans import DEFAULT_MAX_SPANS, RecentSpans
 from perfledger.schema.clocks import monotonic_ns
 from perfledger.schema.errors import PerfledgerError
-from perfledger.schema.store import Store, written_ns
+from perfledger.schema.store import Store
+from perfledger.schema.store_places import LocalPlace
 
 log = logging.getLogger("perfledger.collect")
 _TICK_S = 0.1
 _RETRY_WRITE_S = 1.0
+# How often a segment may fail for a defect of ours before it is left in the log.
+_MOST_DEFECTS = 3
 
 
 @dataclass(frozen=True)
 class CollectLimits:
     """What one collector takes and holds.
 
-    Memory is about `buffer_bytes`, some times `request_bytes`, and what settling holds.
+    `buffer_bytes` bounds requests and rows in memory; beyond it and below `low_water_bytes` of
+    free disk new requests are refused with a time to retry.
     """
 
     request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
     value_bytes: int = DEFAULT_MAX_VALUE_BYTES
-    buffer_bytes: int = 256 * 2**20
-    flush_bytes: int = 32 * 2**20
-    flush_after_s: float = 0.8
+    buffer_bytes: int = 384 * 2**20
+    segment_bytes: int = 72 * 2**20
+    segment_s: float = 1.0
+    log_bytes: int = 4 * 2**30
+    low_water_bytes: int = 256 * 2**20
+    recent_spans: int = DEFAULT_MAX_SPANS
     settle: SettleLimits = field(default_factory=SettleLimits)
 
 
 class Collector:
     """Takes OTLP requests (a `Sink`) and turns them into files of one store.
 
-    All methods run on one event loop; decoding, writing and deriving run in threads.
+    All methods run on one event loop; scanning, writing and deriving run in threads. Opening it
+    takes the log's folder: raises UsageError where another process has it.
     """
 
-    def __init__(self, store: Store, limits: CollectLimits) -> None:
+    def __init__(
+        self,
+        store: Store,
+        limits: CollectLimits,
+        log_folder: Path | None = None,
+        *,
+        forward: Forward | None = None,
+        sampler: Sampler | None = None,
+        sample_after_s: float = 0.0,
+    ) -> None:
         self._store = store
         self._limits = limits
-        self._buffer = RowBuffer(
-            store.write, flush_bytes=limits.flush_bytes, flush_after_s=limits.flush_after_s
-        )
+        log_folder = log_folder or default_log_folder(store)
+        self._log_folder = log_folder
+        self._wal = WriteAheadLog.open(log_folder, max_bytes=limits.log_bytes)
+        ingest = IngestLimits(limits.value_bytes, limits.segment_bytes, limits.segment_s)
+        self._ingest = Ingest(self._wal, ingest, forward)
         self._settling = Settling(limits.settle)
-        # One thread: a second would only take turns with it.
-        self._decoding = ThreadPoolExecutor(1, "decode")
+        self._recent = RecentSpans(log_folder / "recent", limits.recent_spans)
+        self._storing = Storing(
+            store, self._wal, self._recent, self._settle_later, sampler, sample_after_s
+        )
+        self._backlog: deque[Segment] = deque()
+        self._prepared: deque[Prepared] = deque()
+        self._derived: dict[str, list[pa.Table]] = {"steps": [], "requests": []}
+        self._failed: Counter[str] = Counter()
         self._reserved_bytes = 0
+        self._is_disk_low = False
         self._counts: Counter[str] = Counter()
         self._stopping = asyncio.Event()
 
@@ -79,15 +105,20 @@ class Collector:
         """Return how many of the largest requests fill the buffer, and one more."""
         return self._limits.buffer_bytes // self._limits.request_bytes + 1
 
+    @property
+    def held_bytes(self) -> int:
+        """Return about how much memory requests and rows take."""
+        prepared = sum(one.bytes for one in tuple(self._prepared))
+        return self._ingest.held_bytes + prepared + self._reserved_bytes
+
     def check_room(self) -> None:
-        """Raise `overloaded()` while rows in memory and requests under way fill the buffer."""
-        if self._buffer.bytes + self._reserved_bytes >= self._limits.buffer_bytes:
+        """Raise `overloaded()` while memory, or the disk, is full."""
+        if self._is_disk_low or self.held_bytes >= self._limits.buffer_bytes:
             raise overloaded()
 
     def reserve(self, size_bytes: int) -> None:
         """Count bytes of a request as held; one request may go over the buffer's limit."""
-        held_bytes = self._buffer.bytes + self._reserved_bytes + size_bytes
-        if held_bytes > self._limits.buffer_bytes + self._limits.request_bytes:
+        if self.held_bytes + size_bytes > self._limits.buffer_bytes + self._limits.request_bytes:
             raise overloaded()
         self._reserved_bytes += size_bytes
 
@@ -99,71 +130,81 @@ class Collector:
         """Count a request that was refused, by its HTTP status."""
         self._counts[f"requests_refused_{refusal.http_status}"] += 1
 
-    async def export(self, signal: Signal, body: bytes) -> Decoded:
-        """Decode a request and take its rows. Raises Refusal."""
-        loop = asyncio.get_running_loop()
-        received_ns = time.time_ns()
-        decoded: Decoded | None = None
-        with self._contained("decoding"):
-            try:
-                decoded = await loop.run_in_executor(
-                    self._decoding, decode, signal, body, received_ns, self._limits.value_bytes
-                )
-            except UndecodableRequest as error:
-                raise undecodable(error.what) from None
-        if decoded is None:
-            raise failed()
-        self._take(decoded)
-        return decoded
-
-    def _take(self, decoded: Decoded) -> None:
-        table, tally = decoded.signal.table, decoded.tally
-        self._buffer.add(table, decoded.rows)
-        if table == "spans" and decoded.rows.num_rows:
-            self._settling.add(decoded.rows, monotonic_ns())
-        self._counts[f"{table}_received"] += tally.items
-        self._counts[f"{table}_rejected"] += decoded.rejected
-        self._counts["values_cut"] += tally.cut
-        self._counts["values_denied"] += tally.denied
-        self._counts["duplicate_keys"] += tally.duplicate_keys
-        self._counts["exemplars_dropped"] += tally.exemplars_dropped
+    async def export(self, signal: Signal, body: bytes, hops: tuple[str, ...] = ()) -> Outcome:
+        """Take a request; it is durable when this returns. Raises Refusal."""
+        return await self._ingest.submit(signal, body, hops)
 
     def counts(self) -> Counter[str]:
-        """Return what happened so far, by name; `TABLE_written` and `TABLE_waiting` are rows."""
-        written, waiting = self._buffer.written(), self._buffer.waiting()
-        rows = {f"{table}_written": count for table, count in written.items()}
-        rows |= {f"{table}_waiting": count for table, count in waiting.items()}
-        return self._counts + self._settling.counts + Counter(rows)
+        """Return what happened so far, by name; `TABLE_written` and `TABLE_waiting` are items."""
+        found = self._counts + self._ingest.counts + self._storing.counts + self._settling.counts
+        waiting = self._waiting()
+        found += Counter({f"{table}_waiting": n for table, n in waiting.items()})
+        found["log_bytes"] = self._wal.bytes
+        found["log_segments"] = self._wal.segments
+        found["log_quarantined_bytes"] = self._wal.quarantined_bytes
+        return found
+
+    def rejected_by_reason(self) -> Counter[tuple[str, str]]:
+        """Return how many items were rejected, by table and reason."""
+        return self._ingest.rejected.copy()
+
+    def lag_s(self) -> float:
+        """Return the age of the oldest acknowledged item that is not in a file; 0 without any."""
+        opened = [one.opened_s for one in tuple(self._prepared)]
+        oldest_s = self._ingest.oldest_s()
+        opened += [] if oldest_s is None else [oldest_s]
+        ages = [time.monotonic() - min(opened)] if opened else []
+        ages += [(time.time_ns() - one.name.created_ns) / 1e9 for one in tuple(self._backlog)[:1]]
+        return max(ages, default=0.0)
+
+    def _waiting(self) -> Counter[str]:
+        waiting = self._ingest.waiting()
+        for prepared in tuple(self._prepared):
+            for table, items in prepared.items.items():
+                if table not in prepared.written:
+                    waiting[table] += items
+        return waiting
 
     async def resume(self) -> None:
-        """Go on where an earlier collector on this store ended."""
+        """Go on where an earlier collector on this store ended, and begin to take requests."""
         with self._contained("resuming"):
             await asyncio.to_thread(_resume, self._settling, self._store)
+        with self._contained("resuming"):
+            await asyncio.to_thread(self._recent.load)
+        self._backlog.extend(self._wal.leftover())
+        self._look_at_disk()
+        self._ingest.start()
 
     async def run(self) -> None:
         """Write and settle what is due, until `stop`; then write everything.
 
-        Raises PerfledgerError where acknowledged rows could not be written in the end.
+        Raises PerfledgerError where acknowledged rows could not be written in the end; they stay
+        in the log.
         """
-        await asyncio.gather(self._write_when_due(), self._settle_when_due())
-        self._decoding.shutdown()
-        await self._write()
+        await asyncio.gather(self._store_when_due(), self._settle_when_due())
+        await asyncio.to_thread(self._ingest.stop)
+        await self._store_due(everything=True)
         await self._settle(everything=True)
-        await self._write()
-        if lost := self._buffer.waiting().total():
+        await self._write_derived()
+        left = self._waiting().total()
+        self._wal.close()
+        if left or self._backlog:
             raise PerfledgerError(
-                f"{lost} rows could not be written and are lost",
-                where=f"store {self._store.root}",
-                fix="free space or repair the disk; what was written before is whole",
+                f"{left} items could not be written to the store yet; they are in the log",
+                where=f"log {self._log_folder}",
+                fix="free space or repair the disk, and start the collector again",
             )
 
     def stop(self) -> None:
         """Let `run` end. Call it when no request can come any more."""
         self._stopping.set()
 
-    async def _write_when_due(self) -> None:
+    async def _store_when_due(self) -> None:
         while not await self._pause(_TICK_S):
-            if self._buffer.is_due() and not await self._write():
+            self._look_at_disk()
+            done = await self._store_due()
+            done &= await self._write_derived()
+            if not done:
                 await self._pause(_RETRY_WRITE_S)
 
     async def _settle_when_due(self) -> None:
@@ -178,20 +219,67 @@ class Collector:
             return False
         return True
 
-    async def _write(self) -> bool:
-        """Write what is in memory, each table for itself; return whether all went well."""
-        return all([await self._write_table(table) for table in self._buffer.waiting()])
+    def _look_at_disk(self) -> None:
+        free_bytes = shutil.disk_usage(self._log_folder).free
+        is_low = free_bytes < self._limits.low_water_bytes
+        if is_low and not self._is_disk_low:
+            log.error("the log's disk is almost full, requests are refused")
+        self._is_disk_low = is_low
 
-    async def _write_table(self, table: str) -> bool:
-        done = False
-        with self._contained("writing"):
-            try:
-                await asyncio.to_thread(self._buffer.flush, table)
-                done = True
-            except OSError as error:
-                self._counts["write_failures"] += 1
-                log.error("cannot write to the store, rows wait in memory: %s", error.strerror)
-        return done
+    async def _store_due(self, *, everything: bool = False) -> bool:
+        """Store the segments that are due, in their order; return whether all went well."""
+        while True:
+            self._prepared.extend(await self._prepare_next(everything))
+            if not self._prepared:
+                return True
+            if not everything and not self._storing.is_due(self._prepared[0]):
+                return True
+            if not await self._store_one(self._prepared[0]):
+                return False
+
+    async def _prepare_next(self, everything: bool) -> list[Prepared]:
+        """Return the next segment of the log as tables, one that is left over first."""
+        try:
+            return await asyncio.to_thread(self._prepare, everything)
+        except Exception as error:
+            # It stays in the log, for the next start.
+            self._defect("preparing a segment", error)
+            self._counts["segments_set_aside"] += 1
+            return []
+
+    def _prepare(self, everything: bool) -> list[Prepared]:
+        if self._backlog:
+            # Left over, and in the log until it is stored: a defect must not meet it again.
+            segment = self._backlog.popleft()
+            prepared, _ = self._storing.prepare(segment, self._ingest.replay(segment))
+            return [prepared]
+        cut = self._ingest.next_cut(everything=everything)
+        if cut is None:
+            return []
+        prepared, columns = self._storing.prepare(*cut)
+        self._ingest.give_back(columns)
+        return [prepared]
+
+    async def _store_one(self, prepared: Prepared) -> bool:
+        """Store a segment. A disk that refuses is waited for; a defect leaves it in the log."""
+        name = str(prepared.log.name)
+        try:
+            await asyncio.to_thread(self._storing.store, prepared)
+        except OSError as error:
+            self._counts["write_failures"] += 1
+            log.error("cannot write to the store, rows wait: %s", error.strerror)
+            return False
+        except Exception as error:
+            self._defect("storing a segment", error)
+            self._failed[name] += 1
+            if self._failed[name] < _MOST_DEFECTS:
+                return False
+            self._counts["segments_set_aside"] += 1
+        self._prepared.popleft()
+        return True
+
+    def _settle_later(self, spans: pa.Table) -> None:
+        self._settling.add(spans, monotonic_ns())
 
     async def _settle(self, everything: bool = False) -> None:
         with self._contained("deriving"):
@@ -199,44 +287,76 @@ class Collector:
             settled = await asyncio.to_thread(
                 self._settling.settle, now_ns, wall_ns, everything=everything
             )
-            self._buffer.add("steps", settled.steps)
-            self._buffer.add("requests", settled.requests)
+            for name, rows in (("steps", settled.steps), ("requests", settled.requests)):
+                if rows.num_rows:
+                    self._derived[name].append(rows)
             for defect in settled.defects:
-                with self._contained("deriving"):
-                    raise defect
+                self._defect("deriving", defect)
+
+    async def _write_derived(self) -> bool:
+        """Write derived rows, each table for itself; return whether all went well."""
+        done = True
+        for name, parts in self._derived.items():
+            if not parts:
+                continue
+            taken, written = len(parts), False
+            with self._contained("writing derived rows"):
+                rows = pa.concat_tables(parts[:taken])
+                try:
+                    await asyncio.to_thread(self._store.write, name, rows)
+                    written = True
+                    self._counts[f"{name}_written"] += rows.num_rows
+                except OSError as error:
+                    self._counts["write_failures"] += 1
+                    log.error("cannot write to the store, rows wait: %s", error.strerror)
+                    done = False
+                    continue
+            # What a defect keeps from being written is derived again by `attribute`.
+            self._counts[f"{name}_lost"] += 0 if written else 1
+            del parts[:taken]
+        return done
 
     @contextmanager
     def _contained(self, what: str) -> Iterator[None]:
-        """Keep a defect of ours from ending the collector: count it, and log where it was.
-
-        Never what it said: the message of an error may quote a value.
-        """
+        """Keep a defect of ours from ending the collector: count it, and log where it was."""
         try:
             yield
         except (PerfledgerError, Refusal):
             raise
         except Exception as error:
-            self._counts["defects"] += 1
-            lines = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
+            self._defect(what, error)
+
+    def _defect(self, what: str, error: Exception) -> None:
+        """Count and log a defect; never what it said, as an error may quote a value."""
+        self._counts["defects"] += 1
+        lines = "".join(traceback.format_tb(error.__traceback__))
+        log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
+
+
+def default_log_folder(store: Store) -> Path:
+    """Return where the log of a namespace is: beside its tables, or here for a remote store."""
+    if isinstance(store.place, LocalPlace):
+        return store.place.root / store.namespace / "wal"
+    return Path("perfledger-log") / store.namespace
 
 
 def _resume(settling: Settling, store: Store) -> None:
     """Hand the newest spans of a store, with their steps and requests, to settling."""
-    since_ns = _recent_since_ns(store.files("spans"), settling.limits)
+    since_ns = _recent_since_ns(store, settling.limits)
     spans, steps, requests = (
-        store.scan(name, since_ns).collect() for name in ("spans", "steps", "requests")
+        store.collect(name, since_ns=since_ns) for name in ("spans", "steps", "requests")
     )
     settling.resume(spans, steps, requests, since_ns=since_ns, now_ns=monotonic_ns())
 
 
-def _recent_since_ns(files: list[Path], limits: SettleLimits) -> int:
+def _recent_since_ns(store: Store, limits: SettleLimits) -> int:
     """Return when the oldest file was written that settling would still hold; 0 means all."""
+    files = store.visible("spans")
     rows, since_ns = 0, time.time_ns()
-    for path in reversed(files):
-        rows += pq.read_metadata(path).num_rows
-        age_ns = written_ns(files[-1]) - written_ns(path)
+    for file in reversed(files):
+        rows += store.footer(file).num_rows
+        age_ns = files[-1].written_ns - file.written_ns
         if age_ns > limits.hold_s * 1e9 or rows > limits.max_spans:
             return since_ns
-        since_ns = written_ns(path)
+        since_ns = file.written_ns
     return 0

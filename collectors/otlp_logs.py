@@ -1,21 +1,16 @@
 """OTLP log records -> rows of `logs`. Bodies are content and are dropped."""
 
 from collections.abc import Iterator
-
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
-from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+from typing import Any
 
 from perfledger.collectors.attribute_values import AttributeReader, pair
-from perfledger.collectors.otlp_origin import read_origin
-from perfledger.collectors.otlp_spans import LATEST_NS, Row, is_id
+from perfledger.collectors.otlp_origin import LATEST_NS, Row, is_id, read_origin
 from perfledger.schema.tables import LOGS
 
 _NAMES = frozenset(LOGS.names())
 
 
-def log_rows(
-    request: ExportLogsServiceRequest, reader: AttributeReader, received_ns: int
-) -> Iterator[Row]:
+def log_rows(request: Any, reader: AttributeReader, received_ns: int) -> Iterator[Row]:
     """Yield a row for each log record; `reader.tally` counts them and the bodies denied.
 
     A record without a time gets the time it was observed, or received. Ids that are none are null.
@@ -31,7 +26,7 @@ def log_rows(
                 yield {**known, **_row(record, reader, received_ns)}
 
 
-def _row(record: LogRecord, reader: AttributeReader, received_ns: int) -> Row:
+def _row(record: Any, reader: AttributeReader, received_ns: int) -> Row:
     if record.HasField("body"):
         reader.tally.denied += 1
     values = reader.values(record.attributes)

@@ -6,22 +6,12 @@ place for them) and are counted.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-)
-from opentelemetry.proto.metrics.v1.metrics_pb2 import (
-    DataPointFlags,
-    ExponentialHistogramDataPoint,
-    HistogramDataPoint,
-    Metric,
-    NumberDataPoint,
-    SummaryDataPoint,
-)
+from opentelemetry.proto.metrics.v1.metrics_pb2 import DataPointFlags
 
 from perfledger.collectors.attribute_values import AttributeReader, pair
-from perfledger.collectors.otlp_origin import read_origin
-from perfledger.collectors.otlp_spans import LATEST_NS, Row
+from perfledger.collectors.otlp_origin import LATEST_NS, Row, read_origin
 from perfledger.schema.tables import POINTS
 
 LARGEST_COUNT = 2**63 - 1
@@ -29,16 +19,15 @@ MOST_BUCKETS = 10_000
 _TEMPORALITIES = (None, "delta", "cumulative")
 _NAMES = frozenset(POINTS.names())
 
-Point = NumberDataPoint | HistogramDataPoint | ExponentialHistogramDataPoint | SummaryDataPoint
+# Messages are those of lenient_messages, whose classes have no types: a point of whatever kind.
+Point = Any
 
 
 class _Reject(Exception):
     """A point that can never be stored; the text says why."""
 
 
-def point_rows(
-    request: ExportMetricsServiceRequest, reader: AttributeReader, received_ns: int
-) -> Iterator[Row]:
+def point_rows(request: Any, reader: AttributeReader, received_ns: int) -> Iterator[Row]:
     """Yield the rows of each point that is not rejected; `reader.tally` counts points."""
     for group in request.resource_metrics:
         for scoped in group.scope_metrics:
@@ -52,7 +41,7 @@ def point_rows(
 
 
 def _metric_rows(
-    metric: Metric, shared: Row, reader: AttributeReader, received_ns: int
+    metric: Any, shared: Row, reader: AttributeReader, received_ns: int
 ) -> Iterator[Row]:
     kind = metric.WhichOneof("data")
     if kind is None:
@@ -70,14 +59,16 @@ def _metric_rows(
         try:
             if not metric.name:
                 raise _Reject("metric without a name")
-            rows = [shared | row for row in _point_rows(point, reader, received_ns)]
+            rows = [shared | row for row in _point_rows(kind, point, reader, received_ns)]
         except _Reject as reason:
             reader.tally.rejected[str(reason)] += 1
         else:
             yield from rows
 
 
-def _point_rows(point: Point, reader: AttributeReader, received_ns: int) -> Iterator[Row]:
+def _point_rows(
+    kind: str, point: Point, reader: AttributeReader, received_ns: int
+) -> Iterator[Row]:
     if point.time_unix_nano > LATEST_NS or point.start_time_unix_nano > LATEST_NS:
         raise _Reject("time_unix_nano is after the year 2262")
     row: Row = {
@@ -88,20 +79,20 @@ def _point_rows(point: Point, reader: AttributeReader, received_ns: int) -> Iter
     if point.flags & DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK:
         yield row
         return
-    if not isinstance(point, SummaryDataPoint):
+    if kind != "summary":
         reader.tally.exemplars_dropped += len(point.exemplars)
-    if isinstance(point, NumberDataPoint):
-        kind = point.WhichOneof("value")
-        yield row | {"value": None if kind is None else float(getattr(point, kind))}
-    elif isinstance(point, SummaryDataPoint):
+    if kind in ("gauge", "sum"):
+        value = point.WhichOneof("value")
+        yield row | {"value": None if value is None else float(getattr(point, value))}
+    elif kind == "summary":
         yield row | {"value": point.sum, "count": _count(point.count)}
         yield from _quantile_rows(row, point)
     else:
-        yield row | _histogram(point)
+        yield row | _histogram(kind, point)
 
 
-def _histogram(point: HistogramDataPoint | ExponentialHistogramDataPoint) -> Row:
-    if isinstance(point, HistogramDataPoint):
+def _histogram(kind: str, point: Point) -> Row:
+    if kind == "histogram":
         bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
     else:
         bounds, counts = _explicit_buckets(point)
@@ -119,7 +110,7 @@ def _histogram(point: HistogramDataPoint | ExponentialHistogramDataPoint) -> Row
     }
 
 
-def _explicit_buckets(point: ExponentialHistogramDataPoint) -> tuple[list[float], list[int]]:
+def _explicit_buckets(point: Point) -> tuple[list[float], list[int]]:
     """Return bounds and counts of an exponential histogram.
 
     Bucket i of `positive` holds base^(offset+i) < v <= base^(offset+i+1), base = 2^(2^-scale);
@@ -150,7 +141,7 @@ def _power(scale: int, index: int) -> float:
         return float("inf")
 
 
-def _quantile_rows(row: Row, point: SummaryDataPoint) -> Iterator[Row]:
+def _quantile_rows(row: Row, point: Point) -> Iterator[Row]:
     attributes = row["attributes"]
     assert isinstance(attributes, list)
     for at in point.quantile_values:

@@ -1,13 +1,14 @@
-"""The bytes of an OTLP export request -> rows of one table, through the official protobuf classes.
+"""The bytes of an OTLP export request -> rows of one table, and the bytes without content.
 
-`decode` is the seam between transport and store: what replaces it must give the same rows for
-the same bytes. Limits of this one: a string that is not UTF-8 makes the whole request undecodable
-(protobuf refuses it), and it handles some tens of thousands of spans a second.
+Spans go through the compiled scanner (wire/); metrics and logs through protobuf's classes, as
+lenient_messages has them.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -27,9 +28,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES, AttributeReader, Tally
+from perfledger.collectors.content_removal import remove_content
+from perfledger.collectors.lenient_messages import lenient
 from perfledger.collectors.otlp_logs import log_rows
+from perfledger.collectors.otlp_origin import Row
 from perfledger.collectors.otlp_points import point_rows
-from perfledger.collectors.otlp_spans import Row, span_rows
+from perfledger.collectors.wire.assemble import in_order, spans_table
+from perfledger.collectors.wire.span_batch import Malformed, SpanBatch, SpanReader
 from perfledger.schema.errors import UsageError
 from perfledger.schema.tables import TABLES
 
@@ -51,13 +56,18 @@ class Signal:
     request: type[Message]
     response: type[Message]
     rejected_field: str
-    # Request, reader, time of arrival -> rows; typed loosely as each signal has its own request.
-    rows: Callable[[Any, AttributeReader, int], Iterator[Row]]
+    # Request, reader, time of arrival -> rows; None for spans, which are scanned.
+    rows: Callable[[Any, AttributeReader, int], Iterator[Row]] | None
 
     @property
     def path(self) -> str:
         """Return the path of an HTTP export."""
         return f"/v1/{self.name}"
+
+    @cached_property
+    def lenient_request(self) -> Any:
+        """Return the class of lenient_messages for its request."""
+        return lenient(self.request.DESCRIPTOR.full_name)
 
 
 SIGNALS = (
@@ -68,7 +78,7 @@ SIGNALS = (
         ExportTraceServiceRequest,
         ExportTraceServiceResponse,
         "rejected_spans",
-        span_rows,
+        None,
     ),
     Signal(
         "metrics",
@@ -91,13 +101,44 @@ SIGNALS = (
 )
 
 
+TRACES, METRICS, LOGS = SIGNALS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request that was taken: how many items were rejected and why, and more."""
+
+    signal: Signal
+    rejected: Counter[str] = field(default_factory=Counter)
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, signal: Signal, tally: Tally) -> "Outcome":
+        """Tell a sender what is wrong with its telemetry, from what was found in a request."""
+        warnings = []
+        if tally.repaired:
+            warnings.append(f"{tally.repaired} texts were not UTF-8 and were repaired")
+        return cls(signal, tally.rejected, tuple(warnings))
+
+    def response(self) -> Message:
+        """Return the export response: empty, or with a partial success that says what and why."""
+        response = self.signal.response()
+        if self.rejected or self.warnings:
+            partial: Any = response.partial_success
+            setattr(partial, self.signal.rejected_field, self.rejected.total())
+            reasons = [f"{count}: {reason}" for reason, count in self.rejected.most_common()]
+            partial.error_message = "; ".join((*reasons, *self.warnings))
+        return response
+
+
 @dataclass(frozen=True)
 class Decoded:
-    """A request as rows of `signal.table`, and what was rejected, cut and denied on the way."""
+    """A request as rows of `signal.table`, what was found in it, and its bytes without content."""
 
     signal: Signal
     rows: pa.Table
     tally: Tally
+    kept: bytes
 
     @property
     def rejected(self) -> int:
@@ -105,14 +146,8 @@ class Decoded:
         return self.tally.rejected.total()
 
     def response(self) -> bytes:
-        """Return the export response: empty, or with a partial success that says what and why."""
-        response = self.signal.response()
-        if self.rejected:
-            reasons = self.tally.rejected.most_common()
-            partial = response.partial_success
-            setattr(partial, self.signal.rejected_field, self.rejected)
-            partial.error_message = "; ".join(f"{count}: {reason}" for reason, count in reasons)
-        return bytes(response.SerializeToString())
+        """Return the export response, serialised."""
+        return bytes(Outcome.of(self.signal, self.tally).response().SerializeToString())
 
 
 def decode(
@@ -121,21 +156,39 @@ def decode(
     received_ns: int | None = None,
     max_value_bytes: int = DEFAULT_MAX_VALUE_BYTES,
 ) -> Decoded:
-    """Return the rows of a request, stamped `received_ns` (wall clock; default: now).
+    """Return the rows of one request, stamped `received_ns` (wall clock; default: now).
 
     Raises UndecodableRequest where the bytes are not a request of this signal.
     """
-    request = signal.request()
-    try:
-        request.ParseFromString(body)
-    except DecodeError as error:
-        raise UndecodableRequest(f"not an OTLP {signal.name} request in protobuf") from error
-    reader = AttributeReader(max_value_bytes)
     received_ns = time.time_ns() if received_ns is None else received_ns
+    if signal.rows is not None:
+        return decode_messages(signal, body, received_ns, max_value_bytes)
+    batch = SpanBatch(SpanReader(max_value_bytes), len(body))
+    try:
+        kept, tally = batch.add(body, received_ns)
+    except Malformed:
+        raise undecodable_request(signal) from None
+    return Decoded(signal, spans_table(batch, in_order(batch)), tally, bytes(kept))
+
+
+def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_bytes: int) -> Decoded:
+    """Return the rows of a request of metrics or logs. Raises UndecodableRequest."""
+    assert signal.rows is not None
+    try:
+        request = signal.lenient_request.FromString(body)
+    except DecodeError:
+        raise undecodable_request(signal) from None
+    reader = AttributeReader(max_value_bytes)
     rows = signal.rows(request, reader, received_ns)
     table = TABLES[signal.table]
     parts = []
     while some := list(islice(rows, _ROWS_AT_ONCE)):
         parts.append(table.from_rows(some))
     whole = pa.concat_tables(parts) if parts else table.arrow().empty_table()
-    return Decoded(signal, whole, reader.tally)
+    remove_content(request)
+    return Decoded(signal, whole, reader.tally, request.SerializeToString())
+
+
+def undecodable_request(signal: Signal) -> UndecodableRequest:
+    """Return the error of bytes that are not a request of this signal."""
+    return UndecodableRequest(f"not an OTLP {signal.name} request in protobuf")

@@ -1,16 +1,14 @@
-"""The store: immutable Parquet files in a folder, and the one reader that knows how to see them.
+"""The store: immutable Parquet files in a folder or bucket, and the one reader that sees them.
 
-Layout: `<root>/<namespace>/<table>/<hour of arrival>/<arrival_ns>-<random>.parquet`. A file
-appears whole, by write, sync and rename; a name that does not end in `.parquet` is not data.
+Layout: `<root>/<namespace>/<table>/<hour>/<ns>-<random>.parquet`. Which of the files count while
+others are merged is told in store_snapshot.py; to glob the folder is to see rows twice.
 """
 
-import os
 import re
 import secrets
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -19,108 +17,235 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perfledger.schema.columns import Table
-from perfledger.schema.errors import NoDataError, UsageError
+from perfledger.schema.errors import NoDataError, PartialInputError, UsageError
+from perfledger.schema.store_damage import explain, require_whole
+from perfledger.schema.store_files import as_declared, encode, sort_order
+from perfledger.schema.store_index import TraceIndex
+from perfledger.schema.store_places import LocalPlace, Place, place_at
+from perfledger.schema.store_pruning import without_empty
+from perfledger.schema.store_snapshot import Snapshot, Snapshots, StoredFile, file_key
 from perfledger.schema.tables import REQUESTS, SPANS, TABLES
 
 DEFAULT_STORE = "./perfledger-data"
 DEFAULT_NAMESPACE = "default"
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-# Delta packing beats dictionaries on these; the others compress best with one (measured).
-_DELTA_COLUMNS = frozenset(
-    {"start_ns", "end_ns", "time_ns", "received_ns", "step_seq", "token_times_ns"}
+_RETRIES = 5
+# What damaged files make the libraries raise; polars panics, which is no Exception.
+_FAILURES = (
+    pl.exceptions.PolarsError,
+    pl.exceptions.PanicException,
+    pa.ArrowException,
+    ValueError,
+    OSError,
 )
 
 
 class Store:
     """One namespace of one store. Safe to use from several processes: files are never changed."""
 
-    def __init__(self, root: Path, namespace: str = DEFAULT_NAMESPACE) -> None:
-        self.root = root
+    def __init__(self, root: Path | Place, namespace: str = DEFAULT_NAMESPACE) -> None:
+        self.place: Place = LocalPlace(root) if isinstance(root, Path) else root
         self.namespace = namespace
+        self._snapshots = Snapshots(self.place, namespace)
+        self._traces = TraceIndex()
 
     @classmethod
     def at(cls, url: str, namespace: str = DEFAULT_NAMESPACE) -> Self:
-        """Return the store at a URL. Today a local folder; raises UsageError for anything else."""
-        if not url:
-            raise UsageError(
-                "the store has no name", fix="give a folder: --store ./perfledger-data"
-            )
+        """Return the store at a folder, file:// or s3://bucket/prefix.
+
+        S3 takes endpoint, region and credentials from AWS_* variables. Raises UsageError for
+        anything else.
+        """
         if not _NAMESPACE.fullmatch(namespace):
             raise UsageError(f"not a namespace: {namespace!r}", fix="use a-z, 0-9, - and _")
-        if "://" in url and not url.startswith("file://"):
-            raise UsageError(
-                f"cannot open the store {url!r}",
-                fix="give a local folder, e.g. --store ./perfledger-data",
-            )
-        root = Path(url.removeprefix("file://"))
-        if root.exists() and not root.is_dir():
-            raise UsageError(f"the store {url!r} is not a folder", fix="give a folder")
-        return cls(root, namespace)
+        return cls(place_at(url), namespace)
 
-    def write(self, table: str, rows: pa.Table) -> Path:
-        """Write rows as one new file and return its path; durable when this returns."""
+    @property
+    def url(self) -> str:
+        """Return where the store is, as a user would name it."""
+        return self.place.url
+
+    @property
+    def root(self) -> Path:
+        """Return the folder of a local store; raises UsageError for another."""
+        if isinstance(self.place, LocalPlace):
+            return self.place.root
+        raise UsageError(f"the store {self.url} is no folder", fix="give a folder with --store")
+
+    def write(
+        self, table: str, rows: pa.Table, *, name: str | None = None, is_sorted: bool = False
+    ) -> Path:
+        """Write rows as one new file and return its path; durable when this returns.
+
+        `name` is `<wall ns>-<letters and digits>` and makes the write happen once: where a file of
+        that name is, it stays and nothing is written. Raises OSError where the medium fails.
+        """
         declared = TABLES[table]
-        arrived_ns = time.time_ns()
-        hour = datetime.fromtimestamp(arrived_ns / 1e9, UTC).strftime("%Y-%m-%dT%H")
-        folder = self.root / self.namespace / table / hour
-        _make_durably(folder)
-        path = folder / f"{arrived_ns}-{secrets.token_hex(4)}.parquet"
-        rows = rows.select(declared.names()).cast(declared.arrow())
-        rows = rows.sort_by([(name, "ascending") for name in declared.sort])
-        _write_durably(path, rows, declared)
-        return path
+        name = name or f"{time.time_ns()}-{secrets.token_hex(4)}"
+        key = file_key(self.namespace, table, f"{name}.parquet")
+        if not self.place.exists(key):
+            rows = as_declared(rows, declared)
+            if not is_sorted:
+                rows = rows.take(sort_order(rows, declared))
+            self.place.create(key, encode([without_empty(rows, declared)], declared))
+        return Path(self.place.address(key))
 
     def prepare(self) -> None:
         """Create the store's folder. Raises UsageError where nothing can be written there."""
-        folder = self.root / self.namespace
         try:
-            _make_durably(folder)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            self.place.prepare(self.namespace)
         except OSError as error:
-            reason = error.strerror or type(error).__name__
             raise UsageError(
-                f"cannot write to the store: {reason}",
-                where=str(folder),
+                f"cannot write to the store: {error.strerror or error}",
+                where=f"{self.url}/{self.namespace}",
                 fix="give a folder that you may write to with --store",
             ) from error
 
+    def snapshot(self, table: str, since_ns: int = 0) -> Snapshot:
+        """Return which files of a table count now, of the hours since a wall time."""
+        return self._snapshots.take(table, since_ns)
+
+    def visible(self, table: str, since_ns: int = 0) -> list[StoredFile]:
+        """Return the files that count and were written at or after a wall time, oldest first."""
+        files = self.snapshot(table, since_ns).visible
+        return [file for file in files if file.written_ns >= since_ns]
+
     def files(self, table: str, since_ns: int = 0) -> list[Path]:
-        """Return the files of a table written at or after a wall time, oldest first."""
-        files = sorted((self.root / self.namespace / table).glob("*/*.parquet"))
-        return [path for path in files if not since_ns or written_ns(path) >= since_ns]
+        """Return `visible` as paths, which can be opened where the store is a folder."""
+        return [Path(self.place.address(file.key)) for file in self.visible(table, since_ns)]
+
+    def footer(self, path: Path | StoredFile) -> pq.FileMetaData:
+        """Return the footer of one of `files` or `visible`, wherever the store is."""
+        key = path.key if isinstance(path, StoredFile) else "/".join(path.parts[-4:])
+        with self.place.open(key) as source:
+            return pq.read_metadata(source)
 
     def scan(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
-        """Return the rows of `files(table, since_ns)`, duplicates dropped, or no rows."""
+        """Return the rows of `files(table, since_ns)`, duplicates dropped, or no rows.
+
+        The files are those of this moment, and stay for 15 minutes after they are merged: collect
+        within that time, or with `collect`.
+        """
         rows = self.scan_as_received(table, since_ns)
         return _newest_version(rows) if table == REQUESTS.name else _once(rows, TABLES[table])
 
     def scan_as_received(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
         """Return `scan` with re-sent rows and old versions: faster, where these do no harm."""
-        files = self.files(table, since_ns)
-        return pl.scan_parquet(files, glob=False) if files else empty_frame(TABLES[table])
+        files = self.visible(table, since_ns)
+        if not files:
+            return empty_frame(TABLES[table])
+        require_whole(self.place, files)
+        return self._scan(table, files)
+
+    def collect(
+        self,
+        table: str,
+        query: Callable[[pl.LazyFrame], pl.LazyFrame] = lambda rows: rows,
+        *,
+        since_ns: int = 0,
+        as_received: bool = False,
+    ) -> pl.DataFrame:
+        """Return the rows that a query makes of `scan`, however long it takes.
+
+        If files go meanwhile it begins again with those that replace them. Raises
+        PartialInputError that names a damaged file.
+        """
+        scan = self.scan_as_received if as_received else self.scan
+        return self._again(table, lambda: query(scan(table, since_ns)).collect(), since_ns)
 
     def read_as_received(
         self, table: str, columns: Sequence[str], encoded: Sequence[str], since_ns: int = 0
     ) -> Iterator[pa.Table]:
         """Yield columns (or leaves, by Parquet's names) file by file as Arrow tables.
 
-        What is in `encoded` stays as Parquet's dictionaries: cheap where values repeat.
+        What is in `encoded` stays as Parquet's dictionaries: cheap where values repeat. Raises
+        PartialInputError that names a damaged file, or says that files went meanwhile.
         """
-        for path in self.files(table, since_ns):
-            with pq.ParquetFile(path, read_dictionary=list(encoded)) as file:
-                yield file.read(columns=list(columns))
+        for stored in self.visible(table, since_ns):
+            try:
+                with self.place.open(stored.key) as source:
+                    rows = _read_columns(source, columns, encoded)
+            except FileNotFoundError as error:
+                raise self._vanished(table) from error
+            except (pa.ArrowException, OSError) as error:
+                where = self.place.address(stored.key)
+                raise PartialInputError(f"cannot read {where}: {error}") from error
+            yield _with_nulls(rows, columns, encoded, TABLES[table])
+
+    def trace(self, trace_id: bytes) -> pl.DataFrame:
+        """Return all spans of a trace by their start, duplicates dropped.
+
+        The first call reads the ids of all files; later ones only those of new files.
+        """
+        return self._again(SPANS.name, lambda: self._trace(trace_id))
 
     def require(self, table: str) -> pl.LazyFrame:
         """Return `scan(table)`; raises NoDataError where the table has no file at all."""
-        if not self.files(table):
-            where = f"store {self.root}, namespace {self.namespace}"
+        if not self.visible(table):
+            where = f"store {self.url}, namespace {self.namespace}"
             raise NoDataError(
                 f"no {table} in this store",
                 where=where,
                 fix="start `perfledger collect` on this store and send it telemetry",
             )
         return self.scan(table)
+
+    def _scan(
+        self, table: str, files: Sequence[StoredFile], *, is_search: bool = False
+    ) -> pl.LazyFrame:
+        """Scan files; columns that they lack are null."""
+        remote = self.place.polars_options
+        return pl.scan_parquet(
+            [self.place.address(file.key) for file in files],
+            glob=False,
+            parallel="none" if is_search else "auto",  # few rows of one row group
+            schema=_polars_schema(table),
+            missing_columns="insert",
+            extra_columns="ignore",
+            cast_options=pl.ScanCastOptions(missing_struct_fields="insert"),
+            storage_options=remote,
+            credential_provider="auto" if remote is None else None,
+        )
+
+    def _trace(self, trace_id: bytes) -> pl.DataFrame:
+        found = [
+            self._scan(SPANS.name, [file], is_search=True).slice(*rows)
+            for file in self.visible(SPANS.name)
+            if (rows := self._rows_of(trace_id, file))
+        ]
+        if not found:
+            return _no_spans()
+        spans = pl.concat([one.collect() for one in found])
+        # In Python: a handful of rows, and polars takes longer to begin than this takes.
+        keys = spans.select("trace_id", "start_ns", "end_ns", "span_id", "name").rows()
+        rows_of = {key: at for at, key in reversed(list(enumerate(keys))) if key[0] == trace_id}
+        chosen = [rows_of[key] for key in sorted(rows_of)]
+        return spans if chosen == list(range(len(spans))) else spans[chosen]
+
+    def _again(
+        self, table: str, read: Callable[[], pl.DataFrame], since_ns: int = 0
+    ) -> pl.DataFrame:
+        """Read, with a new snapshot when files have gone; say which file an error is about."""
+        for _ in range(_RETRIES):
+            try:
+                return read()
+            except FileNotFoundError:
+                continue
+            except _FAILURES as error:
+                told = explain(self.place, self.visible(table, since_ns), TABLES[table])
+                raise told or error from error
+        raise self._vanished(table)
+
+    def _rows_of(self, trace_id: bytes, file: StoredFile) -> tuple[int, int] | None:
+        return self._traces.of(file.key, lambda: self.place.open(file.key)).find(trace_id)
+
+    def _vanished(self, table: str) -> PartialInputError:
+        where = f"store {self.url}, namespace {self.namespace}"
+        return PartialInputError(
+            f"files of {table} were merged or deleted while they were read",
+            where=where,
+            fix="ask again; compact with a longer --grace if this goes on",
+        )
 
 
 def written_ns(path: Path) -> int:
@@ -133,6 +258,39 @@ def empty_frame(table: Table) -> pl.LazyFrame:
     frame = pl.from_arrow(table.arrow().empty_table())
     assert isinstance(frame, pl.DataFrame)
     return frame.lazy()
+
+
+@cache
+def _polars_schema(table: str) -> pl.Schema:
+    return empty_frame(TABLES[table]).collect_schema()
+
+
+def _read_columns(
+    source: pa.NativeFile, columns: Sequence[str], encoded: Sequence[str]
+) -> pa.Table:
+    """Read those of the columns that a file has."""
+    footer = pq.read_metadata(source)
+    leaves = {footer.schema.column(at).path for at in range(footer.num_columns)}
+    coded = [name for name in encoded if name in leaves]
+    with pq.ParquetFile(source, metadata=footer, read_dictionary=coded) as file:
+        return file.read(columns=list(columns))
+
+
+def _with_nulls(
+    rows: pa.Table, columns: Sequence[str], encoded: Sequence[str], table: Table
+) -> pa.Table:
+    """Add the columns that a file lacks because they are null in each of its rows."""
+    for name in columns:
+        if "." not in name and name not in rows.column_names:
+            kind = table.arrow().field(name).type
+            kind = pa.dictionary(pa.int32(), kind) if name in encoded else kind
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
+    return rows
+
+
+@cache
+def _no_spans() -> pl.DataFrame:
+    return empty_frame(SPANS).collect()
 
 
 def _once(rows: pl.LazyFrame, table: Table) -> pl.LazyFrame:
@@ -151,52 +309,3 @@ def id_conflicts(spans: pl.LazyFrame) -> pl.LazyFrame:
     """Return (trace_id, span_id, spans) of ids that several different spans carry."""
     counted = spans.group_by("trace_id", "span_id").agg(pl.len().alias(SPANS.name))
     return counted.filter(pl.col(SPANS.name) > 1)
-
-
-def _write_durably(path: Path, rows: pa.Table, table: Table) -> None:
-    """Write, sync, rename, sync the folder: a crash leaves a whole file or none."""
-    leaves = [leaf for field in table.arrow() for leaf in _leaves(field)]
-    packed = {leaf for leaf in leaves if not _DELTA_COLUMNS.isdisjoint(leaf.split("."))}
-    scratch = path.with_suffix(".writing")
-    with open(scratch, "wb") as sink:
-        pq.write_table(
-            rows,
-            sink,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=[leaf for leaf in leaves if leaf not in packed],
-            column_encoding=dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
-            row_group_size=65_536,
-        )
-        sink.flush()
-        os.fsync(sink.fileno())
-    os.rename(scratch, path)
-    _sync_folder(path.parent)
-
-
-def _make_durably(folder: Path) -> None:
-    """Make a folder and those above it, and sync what each new one is an entry of."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in new:
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _leaves(field: pa.Field) -> Iterator[str]:
-    """Yield Parquet's paths of the values in a column; a nested one has several."""
-    kind = field.type
-    if pa.types.is_list(kind):
-        element = kind.value_field.with_name("element")
-        yield from (f"{field.name}.list.{leaf}" for leaf in _leaves(element))
-    elif pa.types.is_struct(kind):
-        yield from (f"{field.name}.{leaf}" for child in kind for leaf in _leaves(child))
-    else:
-        yield field.name

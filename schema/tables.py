@@ -56,8 +56,9 @@ _SOURCE = (
 
 _RESOURCE = Column(
     "resource_attributes",
-    KEY_VALUES,
-    "all other resource attributes, and the scope's as `otel.scope.<key>`",
+    TEXT,
+    "all other resource attributes as a JSON object, and the scope's as `otel.scope.<key>`; bytes "
+    "are base64. One text for all rows of a resource, so it costs next to nothing",
 )
 
 SPANS = Table(
@@ -105,6 +106,7 @@ SPANS = Table(
         Column("trace_state", TEXT, "W3C tracestate"),
         Column("flags", pa.int64(), "W3C flags as sent"),
         Column("values_cut", pa.int32(), "values of this row that were too long and were cut"),
+        Column("kept_share", pa.float64(), "share of such traces that sampling keeps; null: all"),
         Column("received_ns", NS, "arrival at the collector, wall clock", required=True),
     ),
     key=("trace_id", "span_id", "name", "start_ns", "end_ns"),

@@ -87,7 +87,7 @@ def running_collector(folder: Path, *extra: str) -> Iterator[Collector]:
     grpc_port, http_port, log = free_port(), free_port(), folder / "collect.log"
     store = folder / "store"
     arguments = ["collect", "--store", str(store), "--otlp-grpc", f"127.0.0.1:{grpc_port}"]
-    arguments += ["--otlp-http", f"127.0.0.1:{http_port}", *extra]
+    arguments += ["--otlp-http", f"127.0.0.1:{http_port}", "--metrics", "off", *extra]
     with perfledger(*arguments, log=log) as process:
         wait_until(lambda: _listens(grpc_port) and _listens(http_port), 60, "collector")
         yield Collector(store, grpc_port, http_port, process, log)

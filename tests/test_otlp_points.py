@@ -67,7 +67,7 @@ def told(row: dict[str, object]) -> dict[str, object]:
         "service_name": "llm",
         "service_instance_id": "i",
         "run_id": "r",
-        "resource_attributes": [pair("host", text="h")],
+        "resource_attributes": '{"host":"h"}',
         "received_ns": RECEIVED_NS,
     }
     assert {key: row[key] for key in shared} == shared
@@ -246,7 +246,7 @@ def test_a_log_record_is_kept_without_its_body() -> None:
         "body": None,
         "run_id": None,
         "service_name": "llm",
-        "resource_attributes": [pair("host", text="h")],
+        "resource_attributes": '{"host":"h"}',
         "received_ns": RECEIVED_NS,
     }
     assert decoded.rows.to_pylist() == [

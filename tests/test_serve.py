@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from perfledger.cli import build_parser
+from perfledger.collectors.transport.address import is_loopback
 from perfledger.instrumented_runtime.messages import Ready
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.instrumented_runtime.serve import introduction
-from perfledger.serve_command import is_loopback, memory_bytes, options_of
+from perfledger.serve_command import memory_bytes, options_of
 
 PROMPT = {"prompt": "The licence", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 

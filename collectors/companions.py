@@ -1,0 +1,103 @@
+"""What runs beside the receivers in the collector's process: scrapers, samplers, the forwarder.
+
+Each is off until its table of the configuration says something. Their telemetry goes in as a
+sender's does: through the same limits, deny-list and log.
+"""
+
+import asyncio
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from perfledger.collectors.forward.forward_target import ForwardTarget
+from perfledger.collectors.forward.forwarding import Forwarder
+from perfledger.collectors.host.host_sampler import HostSampler
+from perfledger.collectors.host.host_settings import HostSettings
+from perfledger.collectors.host.sampling_loop import run_sampler
+from perfledger.collectors.host.wait_sampler import WaitSampler
+from perfledger.collectors.host.wait_settings import WaitSettings
+from perfledger.collectors.sampling.sampling_policy import SamplingPolicy
+from perfledger.collectors.sampling.tail_sampling import TailSampler
+from perfledger.collectors.scraping.config import read_scrapes
+from perfledger.collectors.scraping.scraper import Scraper
+from perfledger.collectors.transport.otlp_receiver import Sink
+from perfledger.schema.errors import PerfledgerError
+
+log = logging.getLogger("perfledger.collect")
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What the configuration asks for."""
+
+    scraper: Scraper | None = None
+    host: HostSampler | None = None
+    waits: WaitSampler | None = None
+    forwarder: Forwarder | None = None
+    sampling: SamplingPolicy | None = None
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, object], own_id: str, folder: Path) -> Self:
+        """Read the tables of a configuration in `folder`. Raises UsageError, which names a key."""
+        scrapes = read_scrapes(tables.get("scrape"), folder)
+        host, waits = _table(tables, "host"), _table(tables, "wait_states")
+        forward, sampling = _table(tables, "forward"), _table(tables, "sampling")
+        return cls(
+            Scraper(scrapes) if scrapes else None,
+            HostSampler(HostSettings.from_toml(host)) if host else None,
+            WaitSampler(WaitSettings.from_toml(waits)) if waits else None,
+            Forwarder(ForwardTarget.from_toml(forward), own_id) if forward else None,
+            SamplingPolicy.from_toml(sampling) if sampling else None,
+        )
+
+    def tail_sampler(self) -> TailSampler | None:
+        """Return a sampler for one namespace."""
+        return TailSampler(self.sampling) if self.sampling is not None else None
+
+    def counts(self) -> Counter[str]:
+        """Return what happened so far, by name."""
+        found: Counter[str] = Counter()
+        if self.scraper is not None:
+            found += self.scraper.counts()
+        if self.forwarder is not None:
+            found += self.forwarder.counts()
+        for name, sampler in (("host", self.host), ("wait", self.waits)):
+            if sampler is not None:
+                found += Counter({f"{name}_{k}": n for k, n in sampler.counts.items()})
+        return found
+
+    async def collect(self, sink: Sink, stop: asyncio.Event) -> None:
+        """Sample and scrape into `sink` until `stop`. Raises UsageError on what cannot be used."""
+        tasks = []
+        if self.scraper is not None:
+            tasks.append(_contained("scraping", self.scraper.run(sink, stop)))
+        if self.host is not None:
+            tasks.append(_contained("sampling the host", run_sampler(self.host, sink, stop)))
+        if self.waits is not None:
+            tasks.append(_contained("sampling waits", run_sampler(self.waits, sink, stop)))
+        await asyncio.gather(*tasks)
+
+    async def forward(self, stop: asyncio.Event) -> None:
+        """Forward until `stop`."""
+        if self.forwarder is not None:
+            await _contained("forwarding", self.forwarder.run(stop))
+
+
+async def _contained(what: str, work: Awaitable[None]) -> None:
+    """Let a defect of a companion end that one alone; the receivers go on."""
+    try:
+        await work
+    except PerfledgerError:
+        raise
+    except Exception as error:
+        lines = "".join(traceback.format_tb(error.__traceback__))
+        log.error("%s ended: %s\n%s", what, type(error).__name__, lines)
+
+
+def _table(tables: Mapping[str, object], name: str) -> Mapping[str, object]:
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,1 @@
+"""Sends what was taken on to another OTLP endpoint, from a queue of its own."""

@@ -1,0 +1,247 @@
+"""Requests into the log, in groups: one thread scans them, appends and syncs, then answers.
+
+While it syncs one group the next one gathers, so a group is as large as the disk is slow and
+nobody waits for a timer. What is answered is synced, and content has been removed before.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from perfledger.collectors.attribute_values import Tally
+from perfledger.collectors.otlp_rows import SIGNALS, Outcome, Signal, UndecodableRequest
+from perfledger.collectors.segments import OpenSegment, Taken
+from perfledger.collectors.transport.otlp_receiver import failed, overloaded, undecodable
+from perfledger.collectors.wal.write_ahead_log import LogRecord, Segment, WriteAheadLog
+from perfledger.collectors.wire.columns import Columns
+from perfledger.collectors.wire.span_batch import SpanReader
+
+log = logging.getLogger("perfledger.collect")
+_GROUP_BYTES = 8 * 2**20
+_GROUP_REQUESTS = 64
+KINDS = {signal: number for number, signal in enumerate(SIGNALS)}
+
+Forward = Callable[[Signal, bytes, tuple[str, ...]], None]
+
+
+@dataclass
+class _Request:
+    signal: Signal
+    body: bytes
+    received_ns: int
+    hops: tuple[str, ...]
+    answer: "Future[Outcome]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class IngestLimits:
+    """When a segment is cut: by what it takes in memory, or by its age."""
+
+    value_bytes: int
+    segment_bytes: int
+    segment_s: float
+
+
+class Ingest:
+    """`submit` requests; `cut` gives what has gathered. The thread runs from `start` to `stop`."""
+
+    def __init__(
+        self, wal: WriteAheadLog, limits: IngestLimits, forward: Forward | None = None
+    ) -> None:
+        self._wal = wal
+        self._limits = limits
+        self._forward = forward
+        self._reader = SpanReader(limits.value_bytes)
+        self._arrived: deque[_Request] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        # Guards the open segment and the counts.
+        self._lock = threading.Lock()
+        self._open: OpenSegment | None = None
+        self._cut: deque[tuple[Segment, OpenSegment]] = deque()
+        self._free: list[Columns] = []
+        self.counts: Counter[str] = Counter()
+        self.rejected: Counter[tuple[str, str]] = Counter()
+        self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
+
+    def start(self) -> None:
+        """Let requests be answered from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer what has been submitted, then end."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    async def submit(self, signal: Signal, body: bytes, hops: tuple[str, ...]) -> Outcome:
+        """Return once the request is durable. Raises Refusal."""
+        request = _Request(signal, body, time.time_ns(), hops)
+        with self._wake:
+            self._arrived.append(request)
+            self._wake.notify()
+        return await asyncio.wrap_future(request.answer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return about how much memory the segments take that are open or wait to be taken."""
+        with self._lock:
+            held = [segment for _, segment in self._cut]
+            return sum(s.held_bytes for s in (*held, self._open) if s is not None)
+
+    def oldest_s(self) -> float | None:
+        """Return when the oldest of these segments was opened (monotonic), None without any."""
+        with self._lock:
+            opened = [segment.opened_s for _, segment in self._cut]
+            opened += [self._open.opened_s] if self._open is not None else []
+            return min(opened, default=None)
+
+    def waiting(self) -> Counter[str]:
+        """Return how many items of each table these segments hold."""
+        with self._lock:
+            held = [segment for _, segment in self._cut]
+            return sum((s.items for s in (*held, self._open) if s is not None), Counter())
+
+    def next_cut(self, *, everything: bool = False) -> tuple[Segment, OpenSegment] | None:
+        """Return the oldest segment that takes no more, or with `everything` also the open one."""
+        with self._lock:
+            opened = self._open
+            if opened is not None:
+                aged = time.monotonic() - opened.opened_s >= self._limits.segment_s
+                if aged or everything:
+                    self._cut_open(opened)
+            return self._cut.popleft() if self._cut else None
+
+    def give_back(self, columns: Columns) -> None:
+        """Take the arrays of a segment that is done with, to be filled again."""
+        if len(self._free) < 2:
+            self._free.append(columns)
+
+    def _cut_open(self, opened: OpenSegment) -> None:
+        segment = self._wal.cut()
+        if segment is not None:
+            self._cut.append((segment, opened))
+        self._open = None
+
+    def _run(self) -> None:
+        while group := self._next_group():
+            try:
+                self._take_group(group)
+            except Exception as error:
+                self._defect("taking requests", error)
+            for request in group:
+                if not request.answer.done():
+                    request.answer.set_exception(failed())
+
+    def _next_group(self) -> list[_Request]:
+        """Wait for requests; return none in the end."""
+        with self._wake:
+            while not self._arrived and not self._stopping:
+                self._wake.wait()
+            group: list[_Request] = []
+            size = 0
+            while self._arrived and size < _GROUP_BYTES and len(group) < _GROUP_REQUESTS:
+                request = self._arrived.popleft()
+                size += len(request.body)
+                group.append(request)
+            return group
+
+    def _take_group(self, group: Sequence[_Request]) -> None:
+        with self._lock:
+            opened = self._opened()
+            mark = opened.mark()
+            taken = [(request, one) for request in group if (one := self._add(opened, request))]
+            records = [
+                LogRecord(KINDS[one.signal], request.received_ns, one.kept)
+                for request, one in taken
+                if one.items
+            ]
+            try:
+                if records:
+                    self._wal.append(records)
+            except OSError as error:
+                opened.take_back(mark)
+                self._refuse(taken, error)
+                return
+            for request, one in taken:
+                self._count(one)
+                request.answer.set_result(Outcome.of(one.signal, one.tally))
+            self._forward_all(taken)
+            if opened.held_bytes >= self._limits.segment_bytes:
+                self._cut_open(opened)
+
+    def _opened(self) -> OpenSegment:
+        if self._open is None:
+            self._open = OpenSegment(self._reader, self._free.pop() if self._free else None)
+        return self._open
+
+    def _add(self, opened: OpenSegment, request: _Request) -> Taken | None:
+        mark = opened.mark()
+        try:
+            return opened.add(request.signal, request.body, request.received_ns)
+        except UndecodableRequest as error:
+            request.answer.set_exception(undecodable(error.what))
+        except Exception as error:
+            opened.take_back(mark)
+            self._defect("decoding", error)
+            request.answer.set_exception(failed())
+        return None
+
+    def _refuse(self, taken: Sequence[tuple[_Request, Taken]], error: OSError) -> None:
+        self.counts["write_failures"] += 1
+        log.error("cannot write to the log, requests are refused: %s", error.strerror)
+        for request, _ in taken:
+            request.answer.set_exception(overloaded())
+
+    def _count(self, taken: Taken) -> None:
+        table, tally = taken.signal.table, taken.tally
+        self.counts[f"{table}_received"] += tally.items
+        self.counts[f"{table}_rejected"] += tally.rejected.total()
+        self.counts[f"{table}_accepted"] += taken.items
+        self.rejected.update({(table, reason): n for reason, n in tally.rejected.items()})
+        for name, number in _found(tally).items():
+            self.counts[name] += number
+
+    def _forward_all(self, taken: Sequence[tuple[_Request, Taken]]) -> None:
+        if self._forward is None:
+            return
+        for request, one in taken:
+            if one.items:
+                self._forward(one.signal, bytes(one.kept), request.hops)
+
+    def replay(self, segment: Segment) -> OpenSegment:
+        """Return what an earlier process acknowledged and did not store."""
+        with self._lock:
+            opened = OpenSegment(SpanReader(self._limits.value_bytes))
+            for record in segment.records():
+                self._replay(opened, record)
+            return opened
+
+    def _replay(self, opened: OpenSegment, record: LogRecord) -> None:
+        signal = SIGNALS[record.kind]
+        self._count(opened.add(signal, bytes(record.body), record.received_ns))
+        self.counts["log_replayed_requests"] += 1
+
+    def _defect(self, what: str, error: Exception) -> None:
+        """Tell of a defect of ours; never what the error said, which may quote a value."""
+        self.counts["defects"] += 1
+        lines = "".join(traceback.format_tb(error.__traceback__))
+        log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
+
+
+def _found(tally: Tally) -> dict[str, int]:
+    return {
+        "values_cut": tally.cut,
+        "values_denied": tally.denied,
+        "values_repaired": tally.repaired,
+        "duplicate_keys": tally.duplicate_keys,
+        "exemplars_dropped": tally.exemplars_dropped,
+    }

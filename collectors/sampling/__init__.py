@@ -1,0 +1,1 @@
+"""Tail sampling: which traces are kept, once the rest of them has been seen."""

@@ -1,0 +1,1 @@
+"""What keeps a store small and whole: compaction, retention, verification."""

@@ -1,0 +1,1 @@
+"""OTLP spans from protobuf's wire format into columns, by kernels compiled at first use."""

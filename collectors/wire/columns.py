@@ -1,0 +1,142 @@
+"""The arrays that a scan fills: spans, attributes, events, links and groups, as numbers.
+
+Text and bytes are (offset, length) pairs into the buffer that was scanned. One attribute table
+holds those of spans, events and links in the order in which they stand on the wire; `OWNER` tells
+them apart. Ranges are half-open.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfledger.collectors.wire.protobuf import Bytes
+
+Ints = NDArray[np.int64]
+Shorts = NDArray[np.int32]
+
+# Rows of `Columns.spans`.
+(
+    TRACE,
+    SPAN,
+    PARENT,
+    NAME,
+    NAME_LENGTH,
+    STATE,
+    STATE_LENGTH,
+    MESSAGE,
+    MESSAGE_LENGTH,
+    KIND,
+    STATUS,
+    FLAGS,
+    GROUP,
+    FIRST_ATTRIBUTE,
+    LAST_ATTRIBUTE,
+    FIRST_EVENT,
+    LAST_EVENT,
+    FIRST_LINK,
+    LAST_LINK,
+    REPAIRED_TIME,
+    CUT,
+    BODY,
+    BODY_LENGTH,
+) = range(23)
+SPAN_FIELDS = 23
+# Rows of `Columns.times`.
+START_NS, END_NS = range(2)
+
+# Rows of `Columns.attributes`. A key is KEY_LENGTH bytes at KEY; VALUE and VALUE_LENGTH are for
+# text, bytes and JSON. OF is the span, event or link that it belongs to. FATE says where it goes.
+KEY, KEY_LENGTH, OWNER, OF, VALUE_KIND, VALUE, VALUE_LENGTH, FATE = range(8)
+ATTRIBUTE_FIELDS = 8
+OF_SPAN, OF_EVENT, OF_LINK = range(3)
+EMPTY, TEXT, INT, DOUBLE, BOOL, BYTES, NESTED = range(7)
+# FATE: a promoted column's number from 0 on, or one of these.
+PAIR, GONE, ADDED = -1, -2, -3
+
+# Rows of `Columns.events` and `Columns.links`.
+EVENT_NAME, EVENT_NAME_LENGTH, EVENT_FIRST, EVENT_LAST, EVENT_SPAN = range(5)
+EVENT_FIELDS = 5
+LINK_TRACE, LINK_SPAN, LINK_FIRST, LINK_LAST, LINK_PHASE, LINK_TOKENS, LINK_OF = range(7)
+LINK_FIELDS = 7
+
+# `Columns.counts`: how much there is of each, then what the request's scan found. USED is up to
+# where the buffer is filled.
+SPANS, ATTRIBUTES, EVENTS, LINKS, GROUPS, PIECES, TODO = range(7)
+ITEMS, VALUES_CUT, DENIED, DUPLICATES, UNSAFE, ELEMENTS, USED = range(7, 14)
+FIRST_REASON = 14
+REASONS = (
+    "trace_id is not 16 bytes, or all zero",
+    "span_id is not 8 bytes, or all zero",
+    "parent_span_id is not 8 bytes",
+    "start_time_unix_nano is after the year 2262",
+    "the span is not valid protobuf",
+    "the request has too many attributes, events and links",
+)
+COUNTS = FIRST_REASON + len(REASONS)
+
+# `Columns.pieces`: which bytes of the envelope say what group of spans this is.
+PIECE_OF_RESOURCE, PIECE_OF_SCOPE = range(2)
+PIECE_KIND, PIECE_OF, PIECE_START, PIECE_LENGTH = range(4)
+# `Columns.groups`: the ResourceSpans of a group, by its number in the request.
+GROUP_RESOURCE = 0
+
+# `Columns.todo`: what a kernel leaves to Python: (what, row).
+TODO_WHAT, TODO_ROW = range(2)
+TODO_NAME, TODO_STATE, TODO_MESSAGE, TODO_EVENT_NAME, TODO_TEXT, TODO_NESTED, TODO_KEY = range(7)
+
+
+class Columns(NamedTuple):
+    """Arrays with room for more than they hold; `counts` says how much of each is filled.
+
+    Kernels take them one by one (`kernel(*columns, …)`): a kernel that is handed a tuple of arrays
+    counts references to each of them on every call of a part of it.
+    """
+
+    data: Bytes
+    spans: Shorts
+    times: Ints
+    attributes: Shorts
+    numbers: Ints
+    extents: Shorts
+    events: Shorts
+    event_times: Ints
+    links: Shorts
+    groups: Shorts
+    pieces: Shorts
+    todo: Shorts
+    counts: Ints
+
+    @classmethod
+    def with_room(cls, data_bytes: int, spans: int) -> Self:
+        """Return empty columns with room for so many bytes and about so many spans."""
+        return cls(
+            data=np.empty(data_bytes, np.uint8),
+            spans=np.empty((SPAN_FIELDS, spans), np.int32),
+            times=np.empty((2, spans), np.int64),
+            attributes=np.empty((ATTRIBUTE_FIELDS, 16 * spans), np.int32),
+            numbers=np.empty(16 * spans, np.int64),
+            extents=np.empty((2, 16 * spans), np.int32),
+            events=np.empty((EVENT_FIELDS, 2 * spans), np.int32),
+            event_times=np.empty(2 * spans, np.int64),
+            links=np.empty((LINK_FIELDS, spans), np.int32),
+            groups=np.empty((1, 1024), np.int32),
+            pieces=np.empty((4, 4096), np.int32),
+            todo=np.empty((2, 4096), np.int32),
+            counts=np.zeros(COUNTS, np.int64),
+        )
+
+    def grown(self) -> Self:
+        """Return the same content with twice the room for rows."""
+        wider: dict[str, Any] = {
+            name: _wider(array)
+            for name, array in self._asdict().items()
+            if name not in ("data", "counts")
+        }
+        return self._replace(**wider)
+
+
+def _wider(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    wider = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+    wider[..., : array.shape[-1]] = array
+    return wider

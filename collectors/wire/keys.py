@@ -1,0 +1,213 @@
+"""Attribute keys seen so far, each with what is to become of its values.
+
+A key is looked at once in Python, which knows the deny-list and the promoted columns; from then
+on kernels find it here. The table is emptied when it has grown too large: keys come from outside.
+"""
+
+import secrets
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfledger.collectors.attribute_values import DENIED, AttributeReader
+from perfledger.collectors.wire.columns import KEY, KEY_LENGTH, PAIR, Columns, Shorts
+from perfledger.collectors.wire.jit import compiled, load8, load64, part
+from perfledger.collectors.wire.protobuf import Bytes
+from perfledger.schema.attributes import LINK_ATTRIBUTES, SPAN_ATTRIBUTES
+
+# Columns of `spans` that a span's attribute may have for itself, in the order of their numbers.
+PROMOTED = tuple(a.column for a in SPAN_ATTRIBUTES if a.column)
+_PROMOTED_NUMBER = {a.name: PROMOTED.index(a.column) for a in SPAN_ATTRIBUTES if a.column}
+# What a link's attribute may become.
+PHASE, TOKENS = 0, 1
+_LINK_NUMBER = {a.name: (PHASE, TOKENS)[a.column == "tokens"] for a in LINK_ATTRIBUTES if a.column}
+
+_MOST_KEYS = 8192
+_NO_ENTRY = -1
+
+# Rows of `Keys.entries`.
+START, LENGTH, IS_DENIED, IS_CHANGED, ON_SPAN, ON_LINK, KEPT = range(7)
+
+
+class Keys(NamedTuple):
+    """An open-addressing hash table. `slots` hold entry numbers; its size is a power of two."""
+
+    text: Bytes
+    slots: Shorts
+    hashes: NDArray[np.uint64]
+    entries: Shorts
+    following: Shorts
+    seed: NDArray[np.uint64]
+
+    def for_kernels(self) -> tuple[object, ...]:
+        """Return what `find` takes: the text by its address."""
+        return (self.text.ctypes.data, *self[1:])
+
+
+@compiled
+def hash_of(start: int, length: int, seed: int) -> int:
+    """Return a hash; the random seed keeps senders from choosing keys that collide."""
+    value = np.uint64(seed) ^ np.uint64(length)
+    position, end = start, start + length
+    while position < end:
+        if end - position >= 8:
+            value ^= np.uint64(load64(position))
+            position += 8
+        else:
+            value ^= np.uint64(load8(position))
+            position += 1
+        value *= np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    return value
+
+
+@part
+def is_equal(one: int, other: int, length: int) -> bool:
+    """Return whether bytes at two addresses are equal."""
+    different, index = np.int64(0), 0
+    while length - index >= 8:
+        different |= load64(one + index) ^ load64(other + index)
+        index += 8
+    if index < length and length >= 8:
+        different |= load64(one + length - 8) ^ load64(other + length - 8)
+        index = length
+    while index < length:
+        different |= load8(one + index) ^ load8(other + index)
+        index += 1
+    return different == 0
+
+
+@part
+def _is_entry(start: int, length: int, text: int, entries: Shorts, entry: int) -> bool:
+    if entries[LENGTH, entry] != length:
+        return False
+    return is_equal(start, text + entries[START, entry], length)
+
+
+@compiled
+def find(
+    start: int,
+    length: int,
+    after: int,
+    text: int,
+    slots: Shorts,
+    hashes: NDArray[np.uint64],
+    entries: Shorts,
+    following: Shorts,
+    seed: NDArray[np.uint64],
+) -> int:
+    """Return the entry of a key, or -1. The key that last followed `after` is tried first."""
+    guess = following[after]
+    if guess >= 0 and _is_entry(start, length, text, entries, guess):
+        return guess
+    value = hash_of(start, length, seed[0])
+    mask = np.uint64(slots.size - 1)
+    slot = value & mask
+    while True:
+        entry = slots[slot]
+        if entry < 0:
+            return _NO_ENTRY
+        if hashes[entry] == value and _is_entry(start, length, text, entries, entry):
+            following[after] = entry
+            return entry
+        slot = (slot + np.uint64(1)) & mask
+
+
+class KeyTable:
+    """Grows while a request is read; `arrays` are what kernels take."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.arrays = _empty(1024, 64 * 1024)
+        # By owner and key: for whom it was seen last, and in which row.
+        self.seen = np.full((3, 1024), -1, np.int64)
+        self.seen_at = np.zeros((3, 1024), np.int32)
+        self._entries = 0
+        self._text_bytes = 0
+
+    def forget_if_large(self) -> None:
+        """Start anew between two requests where too much is remembered."""
+        if self._entries > _MOST_KEYS or self._text_bytes > _MOST_KEYS * 64:
+            self.__init__(self._limit_bytes)  # type: ignore[misc]
+
+    def learn_once(self, key: bytes) -> int:
+        """Return the entry of a key that may have been added since it was looked for."""
+        return self._find(key)
+
+    def learn(self, key: bytes) -> int:
+        """Add a key that `find` did not find, and decide on it; return its entry."""
+        reader = AttributeReader(self._limit_bytes)
+        kept = reader.key(key)
+        entry = self._add(key)
+        entries = self.arrays.entries
+        entries[IS_DENIED, entry] = kept is DENIED
+        entries[ON_SPAN, entry] = _PROMOTED_NUMBER.get(kept, PAIR)
+        entries[ON_LINK, entry] = _LINK_NUMBER.get(kept, PAIR)
+        entries[KEPT, entry] = entry
+        is_changed = kept is not DENIED and kept.encode() != key
+        entries[IS_CHANGED, entry] = is_changed
+        if is_changed:
+            # Keys that become equal once cut or repaired are equal.
+            of_kept = self._find(kept.encode())
+            self.arrays.entries[KEPT, entry] = of_kept
+        return entry
+
+    def _find(self, key: bytes) -> int:
+        sought = np.frombuffer(key or b"\0", np.uint8)
+        found = int(find(sought.ctypes.data, len(key), 0, *self.arrays.for_kernels()))
+        return found if found >= 0 else self.learn(key)
+
+    def _add(self, key: bytes) -> int:
+        entry, start = self._entries, self._text_bytes
+        if entry + 1 >= self.arrays.entries.shape[1] or start + len(key) > self.arrays.text.size:
+            self._grow(len(key))
+        arrays = self.arrays
+        arrays.text[start : start + len(key)] = np.frombuffer(key, np.uint8)
+        arrays.entries[:, entry] = 0
+        arrays.entries[START, entry], arrays.entries[LENGTH, entry] = start, len(key)
+        address = arrays.text.ctypes.data + start
+        arrays.hashes[entry] = hash_of(address, len(key), arrays.seed[0])
+        _put(arrays.slots, arrays.hashes, entry)
+        self._entries += 1
+        self._text_bytes += len(key)
+        return entry
+
+    def _grow(self, text_bytes: int) -> None:
+        old = self.arrays
+        size = old.entries.shape[1]
+        self.arrays = _empty(2 * size, 2 * old.text.size + text_bytes, old.seed)
+        self.arrays.text[: old.text.size] = old.text
+        self.arrays.hashes[:size] = old.hashes
+        self.arrays.entries[:, :size] = old.entries
+        self.arrays.following[:size] = old.following
+        self.seen = np.pad(self.seen, ((0, 0), (0, size)), constant_values=-1)
+        self.seen_at = np.pad(self.seen_at, ((0, 0), (0, size)))
+        for entry in range(self._entries):
+            _put(self.arrays.slots, self.arrays.hashes, entry)
+
+
+def _empty(keys: int, text_bytes: int, seed: NDArray[np.uint64] | None = None) -> Keys:
+    return Keys(
+        text=np.empty(text_bytes, np.uint8),
+        slots=np.full(4 * keys, _NO_ENTRY, np.int32),
+        hashes=np.zeros(keys, np.uint64),
+        entries=np.zeros((7, keys), np.int32),
+        following=np.full(keys, _NO_ENTRY, np.int32),
+        seed=np.array([secrets.randbits(64)], np.uint64) if seed is None else seed,
+    )
+
+
+@compiled
+def _put(slots: Shorts, hashes: NDArray[np.uint64], entry: int) -> None:
+    mask = np.uint64(slots.size - 1)
+    slot = hashes[entry] & mask
+    while slots[slot] >= 0:
+        slot = (slot + np.uint64(1)) & mask
+    slots[slot] = entry
+
+
+def key_at(columns: Columns, row: int) -> bytes:
+    """Return the key of an attribute as it was sent."""
+    start = columns.attributes[KEY, row]
+    return columns.data[start : start + columns.attributes[KEY_LENGTH, row]].tobytes()

@@ -1,0 +1,447 @@
+"""One pass over an export request: what it holds goes into `Columns` as numbers.
+
+`ACTIONS` says what a field of a message means; the kernel is one loop over fields, with the
+messages that it is inside of on a small stack. (One loop, and not a function for each message:
+arrays handed to a function cost more than reading a field does.)
+
+A span that is wrong in itself is taken back, blanked and counted, and the others stay. What OTLP
+does not know is blanked as well: the bytes go to disk, and nobody has looked at what is in them.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfledger.collectors.wire import columns as at
+from perfledger.collectors.wire.columns import Ints, Shorts
+from perfledger.collectors.wire.jit import compiled, load8, part
+from perfledger.collectors.wire.protobuf import (
+    FIXED32,
+    FIXED64,
+    GROUP,
+    LENGTH,
+    VARINT,
+    Bytes,
+    fill,
+    next_field,
+)
+from perfledger.collectors.wire.text import kept_length
+
+MALFORMED, NO_ROOM = -1, -2
+MOST_ELEMENTS = 2_000_000
+LONGEST_MESSAGE_BYTES = 256
+FILLER = 0x2D  # a dash, where a text was
+
+# Messages, and the one that each is in; an attribute is in a span, an event or a link.
+REQUEST, RESOURCE, SCOPE, SPAN, EVENT, LINK, STATUS, ATTRIBUTE, VALUE = range(9)
+_INSIDE = (-1, REQUEST, RESOURCE, SCOPE, SPAN, SPAN, SPAN, -1, ATTRIBUTE)
+
+# What to do with a field: go into a message (its number), or one of these.
+UNKNOWN, IGNORE, PIECE, OFFSETS, IDENTITY, TIME, KIND, DROPPED, FLAGS = range(16, 25)
+STATUS_CODE, STATUS_MESSAGE, EVENT_NAME, EVENT_TIME, LINK_ID, LINK_STATE = range(25, 31)
+KEY, SET_VALUE = range(31, 33)
+
+_MOST_FIELDS = 17
+_MEANING = {
+    (REQUEST, 1, LENGTH): (RESOURCE, 0),
+    (RESOURCE, 1, LENGTH): (PIECE, at.PIECE_OF_RESOURCE),
+    (RESOURCE, 2, LENGTH): (SCOPE, 0),
+    (RESOURCE, 3, LENGTH): (PIECE, at.PIECE_OF_RESOURCE),
+    (SCOPE, 1, LENGTH): (PIECE, at.PIECE_OF_SCOPE),
+    (SCOPE, 2, LENGTH): (SPAN, 0),
+    (SCOPE, 3, LENGTH): (PIECE, at.PIECE_OF_SCOPE),
+    (SPAN, 1, LENGTH): (IDENTITY, at.TRACE),
+    (SPAN, 2, LENGTH): (IDENTITY, at.SPAN),
+    (SPAN, 3, LENGTH): (OFFSETS, at.STATE),
+    (SPAN, 4, LENGTH): (IDENTITY, at.PARENT),
+    (SPAN, 5, LENGTH): (OFFSETS, at.NAME),
+    (SPAN, 6, VARINT): (KIND, 0),
+    (SPAN, 7, FIXED64): (TIME, at.START_NS),
+    (SPAN, 8, FIXED64): (TIME, at.END_NS),
+    (SPAN, 9, LENGTH): (ATTRIBUTE, 0),
+    (SPAN, 10, VARINT): (DROPPED, 0),
+    (SPAN, 11, LENGTH): (EVENT, 0),
+    (SPAN, 12, VARINT): (DROPPED, 1),
+    (SPAN, 13, LENGTH): (LINK, 0),
+    (SPAN, 14, VARINT): (DROPPED, 2),
+    (SPAN, 15, LENGTH): (STATUS, 0),
+    (SPAN, 16, FIXED32): (FLAGS, 0),
+    (EVENT, 1, FIXED64): (EVENT_TIME, 0),
+    (EVENT, 2, LENGTH): (EVENT_NAME, 0),
+    (EVENT, 3, LENGTH): (ATTRIBUTE, 0),
+    (EVENT, 4, VARINT): (IGNORE, 0),
+    (LINK, 1, LENGTH): (LINK_ID, at.LINK_TRACE),
+    (LINK, 2, LENGTH): (LINK_ID, at.LINK_SPAN),
+    (LINK, 3, LENGTH): (LINK_STATE, 0),
+    (LINK, 4, LENGTH): (ATTRIBUTE, 0),
+    (LINK, 5, VARINT): (IGNORE, 0),
+    (LINK, 6, FIXED32): (IGNORE, 0),
+    (STATUS, 2, LENGTH): (STATUS_MESSAGE, 0),
+    (STATUS, 3, VARINT): (STATUS_CODE, 0),
+    (ATTRIBUTE, 1, LENGTH): (KEY, 0),
+    (ATTRIBUTE, 2, LENGTH): (VALUE, 0),
+    (ATTRIBUTE, 3, VARINT): (IGNORE, 0),
+    (VALUE, 1, LENGTH): (SET_VALUE, at.TEXT),
+    (VALUE, 2, VARINT): (SET_VALUE, at.BOOL),
+    (VALUE, 3, VARINT): (SET_VALUE, at.INT),
+    (VALUE, 4, FIXED64): (SET_VALUE, at.DOUBLE),
+    (VALUE, 5, LENGTH): (SET_VALUE, at.NESTED),
+    (VALUE, 6, LENGTH): (SET_VALUE, at.NESTED),
+    (VALUE, 7, LENGTH): (SET_VALUE, at.BYTES),
+    (VALUE, 8, VARINT): (SET_VALUE, at.EMPTY),
+}
+
+
+def _actions() -> NDArray[np.int64]:
+    """Return (action, argument) by message, field number and wire type."""
+    table = np.full((9, _MOST_FIELDS, 8, 2), UNKNOWN, np.int64)
+    for (message, field, wire), meaning in _MEANING.items():
+        table[message, field, wire] = meaning
+    return table
+
+
+ACTIONS = _actions()
+
+NO_TRACE, NO_SPAN, BAD_PARENT, TOO_LATE, BROKEN, TOO_MANY = range(len(at.REASONS))
+
+# Names that a scan adds itself stand at the start of the buffer.
+DROPPED_NAMES = (
+    b"otel.dropped_attributes_count",
+    b"otel.dropped_events_count",
+    b"otel.dropped_links_count",
+)
+TRACE_STATE = b"w3c.tracestate"
+PRELUDE = b"".join(DROPPED_NAMES) + TRACE_STATE
+_DROPPED_LENGTHS = tuple(map(len, DROPPED_NAMES))
+_DROPPED_AT = (0, _DROPPED_LENGTHS[0], sum(_DROPPED_LENGTHS[:2]))
+_AT_STATE, _STATE_LENGTH = len(PRELUDE) - len(TRACE_STATE), len(TRACE_STATE)
+_EXCEPTION = np.frombuffer(b"exception", np.uint8)
+
+
+@compiled
+def scan_request(
+    data: Bytes,
+    spans: Shorts,
+    times: Ints,
+    attributes: Shorts,
+    numbers: Ints,
+    extents: Shorts,
+    events: Shorts,
+    event_times: Ints,
+    links: Shorts,
+    groups: Shorts,
+    pieces: Shorts,
+    todo: Shorts,
+    count: Ints,
+    first: int,
+    last: int,
+    limit: int,
+) -> int:
+    """Scan an ExportTraceServiceRequest at `data[first:last]`; texts are kept up to `limit` bytes.
+
+    Returns the end, MALFORMED, or NO_ROOM: then the columns are to be grown and it is scanned
+    again. `count` is what it was, but for rows added and for what was found.
+    """
+    base = np.int64(data.ctypes.data)
+    position = base + first
+    ends = np.empty(9, np.int64)
+    ends[REQUEST] = base + last
+    saved, dropped = count.copy(), np.zeros(3, np.int64)
+    message, holder, resource, span_start = REQUEST, SPAN, np.int64(-1), np.int64(0)
+    span, attribute, event, link = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    owner, of, has_exception = np.int64(0), np.int64(0), False
+    state, state_length = np.int64(0), np.int64(0)
+    while True:
+        fault = -1
+        if position >= ends[message]:
+            # Leave a message.
+            if message == REQUEST:
+                return last
+            if message == SPAN:
+                if count[at.TODO] + 3 > todo.shape[1] or count[at.ATTRIBUTES] + 3 > numbers.size:
+                    return NO_ROOM
+                if has_exception and spans[at.MESSAGE_LENGTH, span]:
+                    begun = base + spans[at.MESSAGE, span]
+                    fill(begun, begun + spans[at.MESSAGE_LENGTH, span], FILLER)
+                    spans[at.MESSAGE_LENGTH, span] = 0
+                    count[at.DENIED] += 1
+                _check(base, spans, at.NAME, span, limit, todo, count, at.TODO_NAME)
+                _check(base, spans, at.STATE, span, limit, todo, count, at.TODO_STATE)
+                longest = LONGEST_MESSAGE_BYTES
+                _check(base, spans, at.MESSAGE, span, longest, todo, count, at.TODO_MESSAGE)
+                for index in range(3):
+                    if dropped[index]:
+                        row = count[at.ATTRIBUTES]
+                        _begin_attribute(attributes, numbers, count, at.OF_SPAN, span)
+                        attributes[at.KEY, row] = _DROPPED_AT[index]
+                        attributes[at.KEY_LENGTH, row] = _DROPPED_LENGTHS[index]
+                        attributes[at.VALUE_KIND, row] = at.INT
+                        attributes[at.FATE, row] = at.ADDED
+                        numbers[row] = dropped[index]
+                spans[at.LAST_ATTRIBUTE, span] = count[at.ATTRIBUTES]
+                spans[at.LAST_EVENT, span] = count[at.EVENTS]
+                spans[at.LAST_LINK, span] = count[at.LINKS]
+                fault = _fault(spans, times, span, count[at.ELEMENTS])
+                if fault < 0:
+                    spans[at.CUT, span] = count[at.VALUES_CUT] - saved[at.VALUES_CUT]
+                    count[at.SPANS] += 1
+                    count[at.ITEMS] += 1
+            elif message == EVENT:
+                if count[at.TODO] >= todo.shape[1]:
+                    return NO_ROOM
+                events[at.EVENT_LAST, event] = count[at.ATTRIBUTES]
+                has_exception |= _is_exception(
+                    base + events[at.EVENT_NAME, event], events[at.EVENT_NAME_LENGTH, event]
+                )
+                _check(base, events, at.EVENT_NAME, event, limit, todo, count, at.TODO_EVENT_NAME)
+            elif message == LINK:
+                if state_length:
+                    row = count[at.ATTRIBUTES]
+                    if row >= numbers.size:
+                        return NO_ROOM
+                    _begin_attribute(attributes, numbers, count, at.OF_LINK, link)
+                    attributes[at.KEY, row] = _AT_STATE
+                    attributes[at.KEY_LENGTH, row] = _STATE_LENGTH
+                    attributes[at.VALUE_KIND, row] = at.TEXT
+                    attributes[at.VALUE, row] = state
+                    attributes[at.VALUE_LENGTH, row] = state_length
+                links[at.LINK_LAST, link] = count[at.ATTRIBUTES]
+            if fault < 0:
+                message = holder if message == ATTRIBUTE else _INSIDE[message]
+                continue
+        if fault < 0:
+            begun = position
+            field, wire, value, position = next_field(position, ends[message])
+            if position < 0:
+                if message <= SCOPE:
+                    return MALFORMED
+                fault = BROKEN
+            elif count[at.ELEMENTS] > MOST_ELEMENTS:
+                fault = TOO_MANY
+        if fault >= 0:
+            # Take back the span that this is in, and go on behind it.
+            kept_items = count[at.ITEMS]
+            for index in range(count.size):
+                count[index] = saved[index]
+            count[at.ITEMS] = kept_items + 1
+            count[at.FIRST_REASON + fault] += 1
+            position = ends[SPAN]
+            fill(span_start, position, 0)
+            message = SCOPE
+            continue
+        action, argument = np.int64(UNKNOWN), np.int64(0)
+        if field < _MOST_FIELDS:
+            action, argument = ACTIONS[message, field, wire, 0], ACTIONS[message, field, wire, 1]
+        if action == SET_VALUE:
+            attributes[at.VALUE_KIND, attribute] = argument
+            if wire == LENGTH:
+                attributes[at.VALUE, attribute] = value - base
+                attributes[at.VALUE_LENGTH, attribute] = position - value
+            else:
+                numbers[attribute] = value
+        elif action == KEY:
+            attributes[at.KEY, attribute] = value - base
+            attributes[at.KEY_LENGTH, attribute] = position - value
+        elif action == VALUE:
+            ends[VALUE], position, message = position, value, VALUE
+        elif action == ATTRIBUTE:
+            attribute = count[at.ATTRIBUTES]
+            if attribute >= numbers.size:
+                return NO_ROOM
+            owner = (
+                at.OF_SPAN if message == SPAN else at.OF_EVENT if message == EVENT else at.OF_LINK
+            )
+            of = span if message == SPAN else event if message == EVENT else link
+            _begin_attribute(attributes, numbers, count, owner, of)
+            extents[0, attribute], extents[1, attribute] = value - base, position - base
+            holder = message
+            ends[ATTRIBUTE], position, message = position, value, ATTRIBUTE
+        elif action == IDENTITY:
+            size = 16 if argument == at.TRACE else 8
+            found = _id_at(base, value, position - value, size)
+            if argument == at.PARENT and position != value and position - value != size:
+                found = -2
+            spans[argument, span] = found
+        elif action == OFFSETS:
+            spans[argument, span], spans[argument + 1, span] = value - base, position - value
+        elif action == TIME:
+            times[argument, span] = value
+        elif action == KIND:
+            kind = np.int32(value)
+            spans[at.KIND, span] = kind if 0 <= kind <= 5 else 0
+        elif action == EVENT:
+            event = count[at.EVENTS]
+            if event >= events.shape[1]:
+                return NO_ROOM
+            count[at.EVENTS] += 1
+            count[at.ELEMENTS] += 1
+            events[at.EVENT_NAME, event], events[at.EVENT_NAME_LENGTH, event] = 0, 0
+            events[at.EVENT_FIRST, event] = count[at.ATTRIBUTES]
+            events[at.EVENT_SPAN, event] = span
+            event_times[event] = 0
+            ends[EVENT], position, message = position, value, EVENT
+        elif action == EVENT_TIME:
+            event_times[event] = value
+        elif action == EVENT_NAME:
+            events[at.EVENT_NAME, event] = value - base
+            events[at.EVENT_NAME_LENGTH, event] = position - value
+        elif action == LINK:
+            link = count[at.LINKS]
+            if link >= links.shape[1]:
+                return NO_ROOM
+            count[at.LINKS] += 1
+            count[at.ELEMENTS] += 1
+            for index in range(at.LINK_FIELDS):
+                links[index, link] = -1
+            links[at.LINK_FIRST, link] = count[at.ATTRIBUTES]
+            links[at.LINK_OF, link] = span
+            state_length = 0
+            ends[LINK], position, message = position, value, LINK
+        elif action == LINK_ID:
+            size = 16 if argument == at.LINK_TRACE else 8
+            links[argument, link] = _id_at(base, value, position - value, size)
+        elif action == LINK_STATE:
+            state, state_length = value - base, position - value
+        elif action == STATUS:
+            ends[STATUS], position, message = position, value, STATUS
+        elif action == STATUS_CODE:
+            code = np.int32(value)
+            spans[at.STATUS, span] = code if 0 <= code <= 2 else 0
+        elif action == STATUS_MESSAGE:
+            # A message that another one replaces is read by nobody.
+            begun = base + spans[at.MESSAGE, span]
+            fill(begun, begun + spans[at.MESSAGE_LENGTH, span], FILLER)
+            spans[at.MESSAGE, span], spans[at.MESSAGE_LENGTH, span] = value - base, position - value
+        elif action == DROPPED:
+            dropped[argument] = value & 0xFFFFFFFF
+        elif action == FLAGS:
+            spans[at.FLAGS, span] = np.int32(np.uint32(value))
+        elif action == SPAN:
+            span = count[at.SPANS]
+            if span >= spans.shape[1]:
+                return NO_ROOM
+            for index in range(count.size):
+                saved[index] = count[index]
+            _begin_span(spans, times, count, span)
+            spans[at.BODY, span], spans[at.BODY_LENGTH, span] = value - base, position - value
+            dropped[0], dropped[1], dropped[2] = 0, 0, 0
+            has_exception, span_start = False, value
+            ends[SPAN], position, message = position, value, SPAN
+        elif action == PIECE:
+            row = count[at.PIECES]
+            if row >= pieces.shape[1]:
+                return NO_ROOM
+            pieces[at.PIECE_KIND, row] = argument
+            pieces[at.PIECE_OF, row] = (
+                resource if argument == at.PIECE_OF_RESOURCE else count[at.GROUPS] - 1
+            )
+            pieces[at.PIECE_START, row] = begun - base
+            pieces[at.PIECE_LENGTH, row] = position - begun
+            count[at.PIECES] += 1
+        elif action == SCOPE:
+            if count[at.GROUPS] >= groups.shape[1]:
+                return NO_ROOM
+            groups[at.GROUP_RESOURCE, count[at.GROUPS]] = resource
+            count[at.GROUPS] += 1
+            ends[SCOPE], position, message = position, value, SCOPE
+        elif action == RESOURCE:
+            resource += 1
+            ends[RESOURCE], position, message = position, value, RESOURCE
+        elif action == UNKNOWN:
+            if wire == LENGTH:
+                fill(value, position, 0)
+            count[at.UNSAFE] += wire == GROUP
+
+
+@part
+def _begin_span(spans: Shorts, times: Ints, count: Ints, span: int) -> None:
+    for index in range(at.SPAN_FIELDS):
+        spans[index, span] = 0
+    spans[at.TRACE, span] = -1
+    spans[at.SPAN, span] = -1
+    spans[at.PARENT, span] = -1
+    times[at.START_NS, span] = 0
+    times[at.END_NS, span] = 0
+    spans[at.GROUP, span] = count[at.GROUPS] - 1
+    spans[at.FIRST_ATTRIBUTE, span] = count[at.ATTRIBUTES]
+    spans[at.FIRST_EVENT, span] = count[at.EVENTS]
+    spans[at.FIRST_LINK, span] = count[at.LINKS]
+
+
+@part
+def _begin_attribute(attributes: Shorts, numbers: Ints, count: Ints, owner: int, of: int) -> None:
+    row = count[at.ATTRIBUTES]
+    attributes[at.KEY, row] = 0
+    attributes[at.KEY_LENGTH, row] = 0
+    attributes[at.OWNER, row] = owner
+    attributes[at.OF, row] = of
+    attributes[at.VALUE_KIND, row] = at.EMPTY
+    attributes[at.VALUE, row] = 0
+    attributes[at.VALUE_LENGTH, row] = 0
+    attributes[at.FATE, row] = at.PAIR
+    numbers[row] = 0
+    count[at.ATTRIBUTES] += 1
+    count[at.ELEMENTS] += 1
+
+
+@part
+def _fault(spans: Shorts, times: Ints, span: int, elements: int) -> int:
+    """Return why a span can never be stored, or -1; repair its times."""
+    if spans[at.TRACE, span] < 0:
+        return NO_TRACE
+    if spans[at.SPAN, span] < 0:
+        return NO_SPAN
+    if spans[at.PARENT, span] == -2:
+        return BAD_PARENT
+    # Unsigned on the wire: what is negative here is after the year 2262.
+    start_ns, end_ns = times[at.START_NS, span], times[at.END_NS, span]
+    if start_ns < 0:
+        return TOO_LATE
+    if start_ns == 0 and end_ns >= 0:
+        times[at.START_NS, span] = end_ns
+        spans[at.REPAIRED_TIME, span] = 1
+    elif end_ns < start_ns:
+        times[at.END_NS, span] = start_ns
+        spans[at.REPAIRED_TIME, span] = 1
+    return TOO_MANY if elements > MOST_ELEMENTS else -1
+
+
+@part
+def _id_at(base: int, start: int, length: int, expected: int) -> int:
+    """Return where an id stands, or -1 where it has another length or is all zero."""
+    seen = 0
+    if length == expected:
+        for position in range(start, start + length):
+            seen |= load8(position)
+    return start - base if seen else -1
+
+
+@part
+def _is_exception(start: int, length: int) -> bool:
+    if length != _EXCEPTION.size:
+        return False
+    different = 0
+    for index in range(length):
+        different |= load8(start + index) ^ _EXCEPTION[index]
+    return different == 0
+
+
+@part
+def _check(
+    base: int,
+    table: Shorts,
+    begin: int,
+    row: int,
+    limit: int,
+    todo: Shorts,
+    count: Ints,
+    what: int,
+) -> None:
+    """Cut a text, whose length stands behind its offset, or leave one that is not UTF-8."""
+    kept = kept_length(base + table[begin, row], table[begin + 1, row], limit)
+    if kept < 0:
+        todo[at.TODO_WHAT, count[at.TODO]] = what
+        todo[at.TODO_ROW, count[at.TODO]] = row
+        count[at.TODO] += 1
+    elif kept != table[begin + 1, row]:
+        table[begin + 1, row] = kept
+        count[at.VALUES_CUT] += 1
