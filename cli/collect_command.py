@@ -15,15 +15,15 @@ EXAMPLES = """\
 examples:
   perfledger collect                                     OTLP on 127.0.0.1:4317 and :4318
   perfledger collect --store /data/ledger --namespace prod
-  perfledger collect --config collect.toml               everything below as keys of a file
+  perfledger collect --config collect.toml               all flags as keys of a file, and more
   perfledger collect --otlp-grpc 0.0.0.0:4317 --tokens-file tokens.toml \\
     --tls-cert cert.pem --tls-key key.pem                other hosts, told apart by token
   vllm serve MODEL --otlp-traces-endpoint http://127.0.0.1:4317    a service that sends to it
 
 Traces, metrics and logs are taken over gRPC and over HTTP, with protobuf or JSON. Prompts,
-answers, log bodies and other content are removed before anything is kept. A span is synced to a
-log before it is acknowledged, and in a file seconds later. SIGTERM and Ctrl-C write everything and
-end with 0."""
+answers, log bodies and other content are removed before anything is kept. What is acknowledged has
+been synced to a log, and is in a file seconds later. SIGTERM and Ctrl-C write everything and end
+with 0. Guarantees, limits, metrics and troubleshooting: docs/collector.md."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,13 +48,29 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
+    from perfledger.collectors.process_memory import keep_freed_memory
+
     options = options_of(args)
+    keep_freed_memory()
+    _prepare_scanner()
     # Requests become objects by the thousand, and those make no cycles: look for some less often.
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_collect(options))
     return 0
+
+
+def _prepare_scanner() -> None:
+    """Load the compiled scanner, or compile it where this is its first start here."""
+    import sys
+
+    from perfledger.collectors.wire.jit import is_compiled
+    from perfledger.collectors.wire.warm_up import warm_up
+
+    if not is_compiled():
+        print("compiling the scanner; only a first start takes this half minute", file=sys.stderr)
+    warm_up()
 
 
 async def _collect(options: CollectOptions) -> None:
@@ -106,6 +122,8 @@ def _collectors(options: CollectOptions, companions: "Companions") -> "dict[str,
     limits = CollectLimits(
         request_bytes=options.transport.request_bytes,
         buffer_bytes=options.buffer_bytes // len(options.namespaces),
+        log_bytes=options.log_bytes,
+        low_water_bytes=options.low_water_bytes,
         settle=settle,
     )
     collectors = {}

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from perfledger.collectors.serving import Endpoints, Transport
     from perfledger.collectors.transport.access import Token
 
-# Tables of the file that are no flags; each is read by what it configures.
-TABLES = ("scrape", "host", "wait_states", "sampling", "forward")
+# Tables of the file that are no flags; each is read by what it configures. Of one there may be
+# several.
+TABLES: Mapping[str, object] = {
+    "scrape": [],
+    "host": {},
+    "wait_states": {},
+    "sampling": {},
+    "forward": {},
+}
 _LONGEST_SETTLE_S = 120
 _OFF = "off"
 
@@ -31,8 +38,10 @@ class CollectOptions:
     tokens: "tuple[Token, ...]"
     settle_s: float
     buffer_bytes: int
+    log_bytes: int
+    low_water_bytes: int
     log_folder: Path | None
-    tables: Mapping[str, Mapping[str, object]]
+    tables: Mapping[str, object]
     # Where relative paths in the tables start.
     folder: Path
 
@@ -52,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_access(parser.add_argument_group("who may send"))
     _add_browsers(parser.add_argument_group("browsers"))
     _add_limits(parser.add_argument_group("limits"))
-    parser.set_defaults(tables={name: {} for name in TABLES})
+    parser.set_defaults(tables=dict(TABLES))
 
 
 def _add_addresses(group: "argparse._ArgumentGroup") -> None:
@@ -76,7 +85,7 @@ def _add_access(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="allow addresses other than loopback without tokens under TLS, or client certificates",
+        help="listen beyond loopback without tokens under TLS or client certificates",
     )
 
 
@@ -106,10 +115,12 @@ def _add_limits(group: "argparse._ArgumentGroup") -> None:
     for flag, kind, default, unit, meaning in (
         ("--max-request-mib", int, 64, "MIB", "largest request, inflated"),
         ("--read-timeout", float, 30.0, "SECONDS", "within which a request must be whole"),
-        ("--head-timeout", float, 10.0, "SECONDS", "within which an HTTP client must say what"),
+        ("--head-timeout", float, 10.0, "SECONDS", "within which its HTTP head must be whole"),
         ("--max-connections", int, 1000, "N", "HTTP clients at once"),
         ("--settle", float, 5.0, "SECONDS", "to wait for a request's spans before its row"),
-        ("--buffer-mib", int, 384, "MIB", "to hold while nothing can be written, then refuse"),
+        ("--buffer-mib", int, 384, "MIB", "of requests and rows to hold in memory, then refuse"),
+        ("--log-mib", int, 4096, "MIB", "that each write-ahead log may take, then refuse"),
+        ("--low-water-mib", int, 256, "MIB", "free on the log's disk below which to refuse"),
     ):
         help_text = f"{meaning} (default {default:g})"
         group.add_argument(flag, type=kind, default=default, metavar=unit, help=help_text)
@@ -117,7 +128,8 @@ def _add_limits(group: "argparse._ArgumentGroup") -> None:
         "--log-folder",
         default="",
         metavar="FOLDER",
-        help="where the write-ahead log is kept (default beside the store's files)",
+        help="where the write-ahead log is kept (default beside the store's files, for S3 in"
+        " ./perfledger-log)",
     )
 
 
@@ -137,6 +149,8 @@ def options_of(args: argparse.Namespace) -> CollectOptions:
         tokens=tokens,
         settle_s=args.settle,
         buffer_bytes=args.buffer_mib * 2**20,
+        log_bytes=args.log_mib * 2**20,
+        low_water_bytes=args.low_water_mib * 2**20,
         log_folder=Path(args.log_folder) if args.log_folder else None,
         tables=args.tables,
         folder=Path(args.config).parent if args.config else Path(),
@@ -146,10 +160,12 @@ def options_of(args: argparse.Namespace) -> CollectOptions:
 
 
 def _check_positive(args: argparse.Namespace) -> None:
-    counts = ("max_request_mib", "read_timeout", "head_timeout", "max_connections", "buffer_mib")
-    for name in counts:
+    amounts = ("max_request_mib", "max_connections", "buffer_mib", "log_mib")
+    for name in ("read_timeout", "head_timeout", *amounts):
         if not getattr(args, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0")
+    if args.low_water_mib < 0:
+        raise UsageError("--low-water-mib must be 0 or more")
 
 
 def _endpoints(args: argparse.Namespace) -> "Endpoints":

@@ -78,16 +78,17 @@ def apply_settings(parser: argparse.ArgumentParser, settings: Settings) -> None:
             variable = f"PERFLEDGER_{key.upper()}"
             if variable in settings.environment:
                 _set_default(command, action, settings.environment[variable], variable)
-    _refuse_unknown(settings, shared.keys() - known, commands.keys() | tables)
+    _refuse_unknown(settings, shared.keys() - known - tables, commands.keys() | tables)
     _name_unknown(settings, known)
 
 
 def _fill_tables(command: argparse.ArgumentParser, settings: Settings) -> set[str]:
     """Hand a command its tables as they are in the file; return their names."""
     tables: dict[str, object] = command.get_default("tables") or {}
-    found = {name: settings.values.get(name, {}) for name in tables}
+    found = {name: settings.values.get(name, default) for name, default in tables.items()}
     for name, table in found.items():
-        if not isinstance(table, dict):
+        # A list, `[[name]]`, only where there may be several.
+        if not isinstance(table, (dict, type(tables[name]))):
             raise UsageError(f"{name} is not a table", where=str(settings.file), fix=f"[{name}]")
     if tables:
         command.set_defaults(tables=found)

@@ -28,7 +28,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--store",
         default="./perfledger-data",
         metavar="URL",
-        help="folder of the store (default ./perfledger-data, or PERFLEDGER_STORE)",
+        help="folder, or s3://bucket/prefix (default ./perfledger-data, or PERFLEDGER_STORE)",
     )
     group.add_argument("--namespace", default="default", help="part of the store (default default)")
 

@@ -50,7 +50,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--table", default="", metavar="NAME", help="one table (default all)")
     compacting = parser.add_argument_group("compact and retain")
     compacting.add_argument(
-        "--min-age", type=_seconds, default=300, metavar="T", help="merge older files (default 5m)"
+        "--min-age",
+        type=_seconds,
+        default=300,
+        metavar="T",
+        help="merge files older than this (default 5m)",
     )
     compacting.add_argument(
         "--grace",
@@ -60,14 +64,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how long merged and dropped files stay for their readers (default 15m)",
     )
     retaining = parser.add_argument_group("retain")
-    retaining.add_argument("--max-age", type=_seconds, metavar="T", help="drop older hours: 30d")
     retaining.add_argument(
-        "--max-size", type=_size, metavar="SIZE", help="drop the oldest hours over it: 10GiB"
+        "--max-age", type=_seconds, metavar="T", help="drop hours older than this: 30d"
+    )
+    retaining.add_argument(
+        "--max-size",
+        type=_size,
+        metavar="SIZE",
+        help="drop the oldest hours of a larger table: 10GiB",
     )
     retaining.add_argument("--dry-run", action="store_true", help="only say what would go")
     verifying = parser.add_argument_group("verify")
     verifying.add_argument(
-        "--log-folder", default="", metavar="DIR", help="also read the write-ahead log there"
+        "--log-folder",
+        default="",
+        metavar="FOLDER",
+        help="also read the write-ahead log in this folder: STORE/NAMESPACE/wal",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -154,8 +166,8 @@ def _verify(args: argparse.Namespace, store: "Store", tables: list[str]) -> None
         for problem in check.problems:
             print(f"\n{problem.where}\n  {problem.what}")
     if problems:
-        first = check.problems[0]
-        raise GateError(f"{len(problems)} problems in this store", where=first.where)
+        first, many = check.problems[0], "s" * (len(problems) > 1)
+        raise GateError(f"{len(problems)} problem{many} in this store", where=first.where)
 
 
 def _stats(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
@@ -186,9 +198,18 @@ def _stats(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
 def _count(
     store: "Store", files: "list[StoredFile]", advance: Callable[..., None]
 ) -> dict[str, int]:
+    import pyarrow as pa
+
     rows = 0
     for file in files:
-        rows += store.footer(file).num_rows
+        try:
+            rows += store.footer(file).num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise PartialInputError(
+                "cannot read the footer of a file",
+                where=store.place.address(file.key),
+                fix="perfledger store verify tells what else is damaged",
+            ) from error
         advance()
     size = sum(file.bytes for file in files)
     stamps = {"oldest_ns": files[0].written_ns, "newest_ns": files[-1].written_ns}

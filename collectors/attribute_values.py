@@ -21,6 +21,8 @@ from perfledger.collectors.content import is_denied, is_denied_within
 from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 
 MAX_DEPTH = 32
+# An array or map inside another one that is longer goes: each level below would copy it.
+LONGEST_NESTED_BYTES = 2**20
 DEFAULT_MAX_VALUE_BYTES = 2048
 DENIED = "\0denied"
 _SCALARS = frozenset({"int_value", "double_value", "bool_value"})
@@ -153,7 +155,7 @@ class _NestedReader:
     def read(self, value: Any, path: tuple[str, ...], depth: int = 1) -> object:
         kind = value.WhichOneof("value")
         if kind == "array_value" or kind == "kvlist_value":
-            if depth > MAX_DEPTH:
+            if depth > MAX_DEPTH or (depth > 1 and value.ByteSize() > LONGEST_NESTED_BYTES):
                 self._reader.tally.cut += 1
                 return None
             self._left_bytes -= len("[],")
@@ -180,7 +182,8 @@ class _NestedReader:
             attribute = self._parsed(KEY_VALUE, element)
             if attribute is None:
                 continue
-            if is_denied_within(path, attribute.key.decode(errors="replace")):
+            sent = attribute.key.decode(errors="replace")
+            if is_denied_within(path, sent):
                 tally.denied += 1
                 continue
             if self._is_spent():
@@ -188,7 +191,7 @@ class _NestedReader:
             key = self._text(attribute.key)
             if key in kept:
                 tally.duplicate_keys += 1
-            kept[key] = self.read(attribute.value, (*path, key), depth + 1)
+            kept[key] = self.read(attribute.value, (*path, sent), depth + 1)
         return kept
 
     def _parsed(self, kind: type[Message], element: bytes) -> Any:

@@ -21,7 +21,9 @@ import pyarrow as pa
 
 from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES
 from perfledger.collectors.ingesting import Forward, Ingest, IngestLimits
+from perfledger.collectors.item_counts import ItemCounts
 from perfledger.collectors.otlp_rows import Outcome, Signal
+from perfledger.collectors.segments import OpenSegment
 from perfledger.collectors.settling import SettleLimits, Settling
 from perfledger.collectors.storing import Prepared, Sampler, Storing
 from perfledger.collectors.transport.otlp_receiver import (
@@ -85,11 +87,13 @@ class Collector:
         self._log_folder = log_folder
         self._wal = WriteAheadLog.open(log_folder, max_bytes=limits.log_bytes)
         ingest = IngestLimits(limits.value_bytes, limits.segment_bytes, limits.segment_s)
-        self._ingest = Ingest(self._wal, ingest, forward)
+        self._items = ItemCounts()
+        self._ingest = Ingest(self._wal, ingest, self._items, forward)
         self._settling = Settling(limits.settle)
         self._recent = RecentSpans(log_folder / "recent", limits.recent_spans)
         self._storing = Storing(
-            store, self._wal, self._recent, self._settle_later, sampler, sample_after_s
+            *(store, self._wal, self._recent, self._items),
+            *(self._settle_later, sampler, sample_after_s),
         )
         self._backlog: deque[Segment] = deque()
         self._prepared: deque[Prepared] = deque()
@@ -136,9 +140,7 @@ class Collector:
 
     def counts(self) -> Counter[str]:
         """Return what happened so far, by name; `TABLE_written` and `TABLE_waiting` are items."""
-        found = self._counts + self._ingest.counts + self._storing.counts + self._settling.counts
-        waiting = self._waiting()
-        found += Counter({f"{table}_waiting": n for table, n in waiting.items()})
+        found = self._counts + self._items.read() + self._settling.counts
         found["log_bytes"] = self._wal.bytes
         found["log_segments"] = self._wal.segments
         found["log_quarantined_bytes"] = self._wal.quarantined_bytes
@@ -146,7 +148,7 @@ class Collector:
 
     def rejected_by_reason(self) -> Counter[tuple[str, str]]:
         """Return how many items were rejected, by table and reason."""
-        return self._ingest.rejected.copy()
+        return self._items.rejected()
 
     def lag_s(self) -> float:
         """Return the age of the oldest acknowledged item that is not in a file; 0 without any."""
@@ -155,20 +157,16 @@ class Collector:
         opened += [] if oldest_s is None else [oldest_s]
         ages = [time.monotonic() - min(opened)] if opened else []
         ages += [(time.time_ns() - one.name.created_ns) / 1e9 for one in tuple(self._backlog)[:1]]
-        return max(ages, default=0.0)
-
-    def _waiting(self) -> Counter[str]:
-        waiting = self._ingest.waiting()
-        for prepared in tuple(self._prepared):
-            for table, items in prepared.items.items():
-                if table not in prepared.written:
-                    waiting[table] += items
-        return waiting
+        return max([0.0, *ages])
 
     async def resume(self) -> None:
         """Go on where an earlier collector on this store ended, and begin to take requests."""
         with self._contained("resuming"):
-            await asyncio.to_thread(_resume, self._settling, self._store)
+            try:
+                await asyncio.to_thread(_resume, self._settling, self._store)
+            except PerfledgerError as error:
+                # Requests that are not derived for it are derived by `attribute`.
+                log.error("starting without the newest spans of the store: %s", error)
         with self._contained("resuming"):
             await asyncio.to_thread(self._recent.load)
         self._backlog.extend(self._wal.leftover())
@@ -186,9 +184,9 @@ class Collector:
         await self._store_due(everything=True)
         await self._settle(everything=True)
         await self._write_derived()
-        left = self._waiting().total()
+        left = self._items.waiting()
         self._wal.close()
-        if left or self._backlog:
+        if self._wal.segments:
             raise PerfledgerError(
                 f"{left} items could not be written to the store yet; they are in the log",
                 where=f"log {self._log_folder}",
@@ -220,7 +218,10 @@ class Collector:
         return True
 
     def _look_at_disk(self) -> None:
-        free_bytes = shutil.disk_usage(self._log_folder).free
+        try:
+            free_bytes = shutil.disk_usage(self._log_folder).free
+        except OSError:
+            free_bytes = -1
         is_low = free_bytes < self._limits.low_water_bytes
         if is_low and not self._is_disk_low:
             log.error("the log's disk is almost full, requests are refused")
@@ -229,36 +230,39 @@ class Collector:
     async def _store_due(self, *, everything: bool = False) -> bool:
         """Store the segments that are due, in their order; return whether all went well."""
         while True:
-            self._prepared.extend(await self._prepare_next(everything))
-            if not self._prepared:
+            if self._prepared and (everything or self._storing.is_due(self._prepared[0])):
+                if not await self._store_one(self._prepared[0]):
+                    return False
+                continue
+            # Prepared ones may wait for the sampler; a long backlog must not fill the memory.
+            is_full = bool(self._prepared) and self.held_bytes >= self._limits.buffer_bytes
+            if is_full or not await self._prepare_next(everything):
                 return True
-            if not everything and not self._storing.is_due(self._prepared[0]):
-                return True
-            if not await self._store_one(self._prepared[0]):
-                return False
 
-    async def _prepare_next(self, everything: bool) -> list[Prepared]:
-        """Return the next segment of the log as tables, one that is left over first."""
+    async def _prepare_next(self, everything: bool) -> bool:
+        """Make tables of the next segment of the log; return whether there was one."""
+        if self._backlog:
+            # Left over, and in the log until it is stored: a defect must not meet it again.
+            segment, opened = self._backlog.popleft(), None
+        else:
+            cut = await asyncio.to_thread(self._ingest.next_cut, everything=everything)
+            if cut is None:
+                return False
+            segment, opened = cut
         try:
-            return await asyncio.to_thread(self._prepare, everything)
+            self._prepared.append(await asyncio.to_thread(self._prepare, segment, opened))
         except Exception as error:
             # It stays in the log, for the next start.
             self._defect("preparing a segment", error)
             self._counts["segments_set_aside"] += 1
-            return []
+        return True
 
-    def _prepare(self, everything: bool) -> list[Prepared]:
-        if self._backlog:
-            # Left over, and in the log until it is stored: a defect must not meet it again.
-            segment = self._backlog.popleft()
-            prepared, _ = self._storing.prepare(segment, self._ingest.replay(segment))
-            return [prepared]
-        cut = self._ingest.next_cut(everything=everything)
-        if cut is None:
-            return []
-        prepared, columns = self._storing.prepare(*cut)
+    def _prepare(self, segment: Segment, opened: OpenSegment | None) -> Prepared:
+        if opened is None:
+            return self._storing.prepare(segment, self._ingest.replay(segment))[0]
+        prepared, columns = self._storing.prepare(segment, opened)
         self._ingest.give_back(columns)
-        return [prepared]
+        return prepared
 
     async def _store_one(self, prepared: Prepared) -> bool:
         """Store a segment. A disk that refuses is waited for; a defect leaves it in the log."""

@@ -9,23 +9,20 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from perfledger.collectors.forward.forward_target import ForwardTarget
-from perfledger.collectors.forward.forwarding import Forwarder
-from perfledger.collectors.host.host_sampler import HostSampler
-from perfledger.collectors.host.host_settings import HostSettings
-from perfledger.collectors.host.sampling_loop import run_sampler
-from perfledger.collectors.host.wait_sampler import WaitSampler
-from perfledger.collectors.host.wait_settings import WaitSettings
 from perfledger.collectors.sampling.sampling_policy import SamplingPolicy
 from perfledger.collectors.sampling.tail_sampling import TailSampler
-from perfledger.collectors.scraping.config import read_scrapes
-from perfledger.collectors.scraping.scraper import Scraper
-from perfledger.collectors.transport.otlp_receiver import Sink
 from perfledger.schema.errors import PerfledgerError
+
+if TYPE_CHECKING:
+    from perfledger.collectors.forward.forwarding import Forwarder
+    from perfledger.collectors.host.host_sampler import HostSampler
+    from perfledger.collectors.host.wait_sampler import WaitSampler
+    from perfledger.collectors.scraping.scraper import Scraper
+    from perfledger.collectors.transport.otlp_receiver import Sink
 
 log = logging.getLogger("perfledger.collect")
 
@@ -34,29 +31,31 @@ log = logging.getLogger("perfledger.collect")
 class Companions:
     """What the configuration asks for."""
 
-    scraper: Scraper | None = None
-    host: HostSampler | None = None
-    waits: WaitSampler | None = None
-    forwarder: Forwarder | None = None
+    scraper: "Scraper | None" = None
+    host: "HostSampler | None" = None
+    waits: "WaitSampler | None" = None
+    forwarder: "Forwarder | None" = None
     sampling: SamplingPolicy | None = None
+    samplers: list[TailSampler] = field(default_factory=list)
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, object], own_id: str, folder: Path) -> Self:
         """Read the tables of a configuration in `folder`. Raises UsageError, which names a key."""
-        scrapes = read_scrapes(tables.get("scrape"), folder)
-        host, waits = _table(tables, "host"), _table(tables, "wait_states")
-        forward, sampling = _table(tables, "forward"), _table(tables, "sampling")
+        sampling = _table(tables, "sampling")
         return cls(
-            Scraper(scrapes) if scrapes else None,
-            HostSampler(HostSettings.from_toml(host)) if host else None,
-            WaitSampler(WaitSettings.from_toml(waits)) if waits else None,
-            Forwarder(ForwardTarget.from_toml(forward), own_id) if forward else None,
+            _scraper(tables.get("scrape"), folder),
+            _host(_table(tables, "host")),
+            _waits(_table(tables, "wait_states")),
+            _forwarder(_table(tables, "forward"), own_id, folder),
             SamplingPolicy.from_toml(sampling) if sampling else None,
         )
 
     def tail_sampler(self) -> TailSampler | None:
         """Return a sampler for one namespace."""
-        return TailSampler(self.sampling) if self.sampling is not None else None
+        if self.sampling is None:
+            return None
+        self.samplers.append(TailSampler(self.sampling))
+        return self.samplers[-1]
 
     def counts(self) -> Counter[str]:
         """Return what happened so far, by name."""
@@ -65,13 +64,17 @@ class Companions:
             found += self.scraper.counts()
         if self.forwarder is not None:
             found += self.forwarder.counts()
+        for tail_sampler in self.samplers:
+            found += tail_sampler.counts()
         for name, sampler in (("host", self.host), ("wait", self.waits)):
             if sampler is not None:
                 found += Counter({f"{name}_{k}": n for k, n in sampler.counts.items()})
         return found
 
-    async def collect(self, sink: Sink, stop: asyncio.Event) -> None:
+    async def collect(self, sink: "Sink", stop: asyncio.Event) -> None:
         """Sample and scrape into `sink` until `stop`. Raises UsageError on what cannot be used."""
+        from perfledger.collectors.host.sampling_loop import run_sampler
+
         tasks = []
         if self.scraper is not None:
             tasks.append(_contained("scraping", self.scraper.run(sink, stop)))
@@ -96,6 +99,45 @@ async def _contained(what: str, work: Awaitable[None]) -> None:
     except Exception as error:
         lines = "".join(traceback.format_tb(error.__traceback__))
         log.error("%s ended: %s\n%s", what, type(error).__name__, lines)
+
+
+# What is not asked for is not imported: a start should take a second or two.
+
+
+def _scraper(tables: object, folder: Path) -> "Scraper | None":
+    if not tables:
+        return None
+    from perfledger.collectors.scraping.config import read_scrapes
+    from perfledger.collectors.scraping.scraper import Scraper
+
+    return Scraper(read_scrapes(tables, folder))
+
+
+def _host(table: Mapping[str, object]) -> "HostSampler | None":
+    if not table:
+        return None
+    from perfledger.collectors.host.host_sampler import HostSampler
+    from perfledger.collectors.host.host_settings import HostSettings
+
+    return HostSampler(HostSettings.from_toml(table))
+
+
+def _waits(table: Mapping[str, object]) -> "WaitSampler | None":
+    if not table:
+        return None
+    from perfledger.collectors.host.wait_sampler import WaitSampler
+    from perfledger.collectors.host.wait_settings import WaitSettings
+
+    return WaitSampler(WaitSettings.from_toml(table))
+
+
+def _forwarder(table: Mapping[str, object], own_id: str, folder: Path) -> "Forwarder | None":
+    if not table:
+        return None
+    from perfledger.collectors.forward.forward_target import ForwardTarget
+    from perfledger.collectors.forward.forwarding import Forwarder
+
+    return Forwarder(ForwardTarget.from_toml(table, folder), own_id)
 
 
 def _table(tables: Mapping[str, object], name: str) -> Mapping[str, object]:

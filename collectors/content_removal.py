@@ -4,11 +4,12 @@ For what is not blanked in place: metrics and logs, and requests of spans that h
 inside a value, or fields that OTLP does not have. What is left may be written to disk.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from perfledger.collectors.attribute_values import MAX_DEPTH
+from perfledger.collectors.attribute_values import LONGEST_NESTED_BYTES, MAX_DEPTH
 from perfledger.collectors.content import is_denied, is_denied_within, status_repeats_content
 from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 
@@ -73,6 +74,9 @@ def _from_value(value: Any, path: tuple[str, ...], depth: int) -> int:
     kind = value.WhichOneof("value")
     if kind not in ("array_value", "kvlist_value"):
         return 0
+    if depth > 1 and value.ByteSize() > LONGEST_NESTED_BYTES:
+        value.ClearField(kind)
+        return 0
     elements = getattr(value, kind).values
     kept: list[bytes] = []
     removed = 0
@@ -85,10 +89,12 @@ def _from_value(value: Any, path: tuple[str, ...], depth: int) -> int:
 
 
 def _keep(kind: str, element: bytes, path: tuple[str, ...], depth: int, kept: list[bytes]) -> int:
-    """Append what may stay of one element; a damaged one does not. Return how much went."""
+    """Append what may stay of one element, nothing of a damaged one; return how much went."""
     try:
         parsed: Any = (ANY_VALUE if kind == "array_value" else KEY_VALUE).FromString(element)
     except DecodeError:
+        if kind == "array_value":
+            kept.append(b"")
         return 0
     removed = 0
     if kind == "array_value":
@@ -119,6 +125,18 @@ def is_clean_value(attribute: Message) -> bool:
     before = copy.ByteSize()
     key = copy.key.decode(errors="replace")
     return not _from_value(copy.value, (key,), 1) and bool(copy.ByteSize() == before)
+
+
+def overwrites(attributes: Iterable[Any]) -> bool:
+    """Return whether a value replaces another one, which is in the bytes and in no message.
+
+    The attributes are those of an EVERY_… message of lenient_messages.
+    """
+    return any(
+        len(attribute.value) > 1
+        or any(sum(len(sent) for _, sent in v.ListFields()) > 1 for v in attribute.value)
+        for attribute in attributes
+    )
 
 
 def _copied(message: Message) -> Any:

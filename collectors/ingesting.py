@@ -9,15 +9,20 @@ import logging
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from perfledger.collectors.attribute_values import Tally
+from perfledger.collectors.item_counts import ItemCounts
 from perfledger.collectors.otlp_rows import SIGNALS, Outcome, Signal, UndecodableRequest
 from perfledger.collectors.segments import OpenSegment, Taken
-from perfledger.collectors.transport.otlp_receiver import failed, overloaded, undecodable
+from perfledger.collectors.transport.otlp_receiver import (
+    failed,
+    overloaded,
+    stopping,
+    undecodable,
+)
 from perfledger.collectors.wal.write_ahead_log import LogRecord, Segment, WriteAheadLog
 from perfledger.collectors.wire.columns import Columns
 from perfledger.collectors.wire.span_batch import SpanReader
@@ -52,22 +57,26 @@ class Ingest:
     """`submit` requests; `cut` gives what has gathered. The thread runs from `start` to `stop`."""
 
     def __init__(
-        self, wal: WriteAheadLog, limits: IngestLimits, forward: Forward | None = None
+        self,
+        wal: WriteAheadLog,
+        limits: IngestLimits,
+        counts: ItemCounts,
+        forward: Forward | None = None,
     ) -> None:
         self._wal = wal
         self._limits = limits
+        self._counts = counts
         self._forward = forward
         self._reader = SpanReader(limits.value_bytes)
         self._arrived: deque[_Request] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        # Guards the open segment and the counts.
+        self._is_refusing = False
+        # Guards the open segment. It is held during a sync, so the event loop never takes it.
         self._lock = threading.Lock()
         self._open: OpenSegment | None = None
         self._cut: deque[tuple[Segment, OpenSegment]] = deque()
         self._free: list[Columns] = []
-        self.counts: Counter[str] = Counter()
-        self.rejected: Counter[tuple[str, str]] = Counter()
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
     def start(self) -> None:
@@ -86,6 +95,8 @@ class Ingest:
         """Return once the request is durable. Raises Refusal."""
         request = _Request(signal, body, time.time_ns(), hops)
         with self._wake:
+            if self._stopping:
+                raise stopping()
             self._arrived.append(request)
             self._wake.notify()
         return await asyncio.wrap_future(request.answer)
@@ -93,22 +104,18 @@ class Ingest:
     @property
     def held_bytes(self) -> int:
         """Return about how much memory the segments take that are open or wait to be taken."""
-        with self._lock:
-            held = [segment for _, segment in self._cut]
-            return sum(s.held_bytes for s in (*held, self._open) if s is not None)
+        return sum(segment.held_bytes for segment in self._held())
 
     def oldest_s(self) -> float | None:
         """Return when the oldest of these segments was opened (monotonic), None without any."""
-        with self._lock:
-            opened = [segment.opened_s for _, segment in self._cut]
-            opened += [self._open.opened_s] if self._open is not None else []
-            return min(opened, default=None)
+        return min(
+            (segment.opened_s for segment in self._held() if segment.items.total()), default=None
+        )
 
-    def waiting(self) -> Counter[str]:
-        """Return how many items of each table these segments hold."""
-        with self._lock:
-            held = [segment for _, segment in self._cut]
-            return sum((s.items for s in (*held, self._open) if s is not None), Counter())
+    def _held(self) -> list[OpenSegment]:
+        opened = self._open
+        held = [segment for _, segment in tuple(self._cut)]
+        return held if opened is None else [*held, opened]
 
     def next_cut(self, *, everything: bool = False) -> tuple[Segment, OpenSegment] | None:
         """Return the oldest segment that takes no more, or with `everything` also the open one."""
@@ -132,7 +139,7 @@ class Ingest:
         self._open = None
 
     def _run(self) -> None:
-        while group := self._next_group():
+        while (group := self._next_group()) is not None:
             try:
                 self._take_group(group)
             except Exception as error:
@@ -141,17 +148,21 @@ class Ingest:
                 if not request.answer.done():
                     request.answer.set_exception(failed())
 
-    def _next_group(self) -> list[_Request]:
-        """Wait for requests; return none in the end."""
+    def _next_group(self) -> list[_Request] | None:
+        """Wait for requests; return None in the end."""
         with self._wake:
-            while not self._arrived and not self._stopping:
+            while not self._arrived:
+                if self._stopping:
+                    return None
                 self._wake.wait()
             group: list[_Request] = []
             size = 0
             while self._arrived and size < _GROUP_BYTES and len(group) < _GROUP_REQUESTS:
                 request = self._arrived.popleft()
-                size += len(request.body)
-                group.append(request)
+                # Its sender may have gone away while it waited here.
+                if request.answer.set_running_or_notify_cancel():
+                    size += len(request.body)
+                    group.append(request)
             return group
 
     def _take_group(self, group: Sequence[_Request]) -> None:
@@ -167,12 +178,15 @@ class Ingest:
             try:
                 if records:
                     self._wal.append(records)
-            except OSError as error:
+            except Exception as error:
                 opened.take_back(mark)
+                if not isinstance(error, OSError):
+                    raise
                 self._refuse(taken, error)
                 return
+            self._is_refusing = False
+            self._counts.took((one.signal.table, one.tally) for _, one in taken)
             for request, one in taken:
-                self._count(one)
                 request.answer.set_result(Outcome.of(one.signal, one.tally))
             self._forward_all(taken)
             if opened.held_bytes >= self._limits.segment_bytes:
@@ -196,19 +210,12 @@ class Ingest:
         return None
 
     def _refuse(self, taken: Sequence[tuple[_Request, Taken]], error: OSError) -> None:
-        self.counts["write_failures"] += 1
-        log.error("cannot write to the log, requests are refused: %s", error.strerror)
+        self._counts.add({"write_failures": 1})
+        if not self._is_refusing:
+            log.error("cannot write to the log, requests are refused: %s", error.strerror)
+        self._is_refusing = True
         for request, _ in taken:
-            request.answer.set_exception(overloaded())
-
-    def _count(self, taken: Taken) -> None:
-        table, tally = taken.signal.table, taken.tally
-        self.counts[f"{table}_received"] += tally.items
-        self.counts[f"{table}_rejected"] += tally.rejected.total()
-        self.counts[f"{table}_accepted"] += taken.items
-        self.rejected.update({(table, reason): n for reason, n in tally.rejected.items()})
-        for name, number in _found(tally).items():
-            self.counts[name] += number
+            request.answer.set_exception(overloaded("log, or its disk,"))
 
     def _forward_all(self, taken: Sequence[tuple[_Request, Taken]]) -> None:
         if self._forward is None:
@@ -219,29 +226,18 @@ class Ingest:
 
     def replay(self, segment: Segment) -> OpenSegment:
         """Return what an earlier process acknowledged and did not store."""
-        with self._lock:
-            opened = OpenSegment(SpanReader(self._limits.value_bytes))
-            for record in segment.records():
-                self._replay(opened, record)
-            return opened
-
-    def _replay(self, opened: OpenSegment, record: LogRecord) -> None:
-        signal = SIGNALS[record.kind]
-        self._count(opened.add(signal, bytes(record.body), record.received_ns))
-        self.counts["log_replayed_requests"] += 1
+        opened = OpenSegment(SpanReader(self._limits.value_bytes))
+        taken = []
+        for record in segment.records():
+            signal = SIGNALS[record.kind]
+            one = opened.add(signal, bytes(record.body), record.received_ns)
+            taken.append((signal.table, one.tally))
+        self._counts.took(taken)
+        self._counts.add({"log_replayed_requests": len(taken)})
+        return opened
 
     def _defect(self, what: str, error: Exception) -> None:
         """Tell of a defect of ours; never what the error said, which may quote a value."""
-        self.counts["defects"] += 1
+        self._counts.add({"defects": 1})
         lines = "".join(traceback.format_tb(error.__traceback__))
         log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
-
-
-def _found(tally: Tally) -> dict[str, int]:
-    return {
-        "values_cut": tally.cut,
-        "values_denied": tally.denied,
-        "values_repaired": tally.repaired,
-        "duplicate_keys": tally.duplicate_keys,
-        "exemplars_dropped": tally.exemplars_dropped,
-    }

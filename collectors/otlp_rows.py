@@ -168,7 +168,8 @@ def decode(
         kept, tally = batch.add(body, received_ns)
     except Malformed:
         raise undecodable_request(signal) from None
-    return Decoded(signal, spans_table(batch, in_order(batch)), tally, bytes(kept))
+    rows = spans_table(batch, in_order(batch)).cast(TABLES[signal.table].arrow())
+    return Decoded(signal, rows, tally, bytes(kept))
 
 
 def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_bytes: int) -> Decoded:

@@ -52,11 +52,8 @@ class OpenSegment:
         self.items: Counter[str] = Counter()
         self.opened_s = time.monotonic()
         self._table_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Return about how much memory this takes."""
-        return self.spans.held_bytes + self._table_bytes
+        # About how much memory this takes; others read it at any time.
+        self.held_bytes = 0
 
     def add(self, signal: Signal, body: bytes, received_ns: int) -> Taken:
         """Take a request. Raises UndecodableRequest, and then nothing has been added."""
@@ -73,6 +70,7 @@ class OpenSegment:
                 self._table_bytes += decoded.rows.nbytes + _OVERHEAD_BYTES
             taken = Taken(signal, memoryview(decoded.kept), decoded.tally)
         self.items[signal.table] += taken.items
+        self.held_bytes = self.spans.held_bytes + self._table_bytes
         return taken
 
     def mark(self) -> _Mark:
@@ -86,3 +84,4 @@ class OpenSegment:
         for name, length in mark.tables.items():
             del self.tables[name][length:]
         self.items, self._table_bytes = mark.items.copy(), mark.table_bytes
+        self.held_bytes = self.spans.held_bytes + self._table_bytes

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -67,13 +68,14 @@ async def serve(
         read_timeout_s=transport.read_timeout_s,
         tls=transport.tls,
     )
-    webs = _web_servers(collectors, access, transport, http_socket, metrics_socket)
+    companions = companions or Companions()
+    webs = _web_servers(collectors, access, companions, transport, http_socket, metrics_socket)
     await asyncio.gather(*(one.resume() for one in collectors.values()))
     await server.start()
     serving = [asyncio.create_task(web.serve([sock])) for web, sock in webs]
     running = [asyncio.create_task(one.run()) for one in collectors.values()]
     started(_bound(endpoints, grpc_port, http_socket, metrics_socket))
-    companions, received = companions or Companions(), asyncio.Event()
+    received = asyncio.Event()
     forwarding = asyncio.create_task(companions.forward(received))
     collecting = asyncio.create_task(companions.collect(next(iter(collectors.values())), stop))
     stopping = asyncio.create_task(_ended(stop, collecting))
@@ -118,6 +120,7 @@ def _listen(endpoints: Endpoints) -> tuple[socket.socket, socket.socket | None]:
 def _web_servers(
     collectors: Mapping[str, Collector],
     access: Access,
+    companions: Companions,
     transport: Transport,
     http_socket: socket.socket,
     metrics_socket: socket.socket | None,
@@ -132,11 +135,23 @@ def _web_servers(
     otlp = http_app(access, transport.request_bytes, transport.read_timeout_s, transport.cors)
     servers = [(WebServer(otlp, limits, tls, _GRACE_S), http_socket)]
     if metrics_socket is not None:
-        app, few = metrics_app(collectors, access), ConnectionLimits(connections=100)
+        app = metrics_app(collectors, _Others(access, companions))
+        few = ConnectionLimits(connections=100)
         # On loopback it is for this host's scrapers and health checks, which have no certificates.
         tls = None if is_loopback(metrics_socket.getsockname()[0]) else tls
         servers.append((WebServer(app, few, tls, _GRACE_S), metrics_socket))
     return servers
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What belongs to no namespace: requests turned away, and what the companions did."""
+
+    access: Access
+    companions: Companions
+
+    def counts(self) -> Counter[str]:
+        return self.access.counts() + self.companions.counts()
 
 
 def _bound(

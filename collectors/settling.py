@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from perfledger.schema.attributes import STEP_NAMES
 from perfledger.schema.columns import Table
@@ -34,8 +35,10 @@ _MOST_DEFECTS = 16  # of one batch, before the rest of it is given up
 _MOST_REQUESTS = 1_000_000  # remembered, so that a root sent again makes no row
 _IDS = ["trace_id", "span_id"]
 _PARENT_IDS = ["trace_id", "parent_span_id"]
+# Columns that nothing derived is made from, or only from those of steps: most of the bytes.
 _NEVER_READ = ("resource_attributes", "events", "status_message", "trace_state")
 _READ_OF_STEPS = ("attributes", "links")
+_TOLD_BY = ["name", "kind", "operation", "model"]
 _NOT_CONTENT = ("version", "received_ns")
 
 COUNTS = (
@@ -82,6 +85,39 @@ class Settled:
     defects: tuple[Exception, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """Spans that came together, narrow; `matters` is whether one is a request's root or a step."""
+
+    rows: pa.Table
+    seen_ns: int
+    matters: bool
+
+    @classmethod
+    def of(cls, spans: pa.Table, seen_ns: int) -> "_Arrived":
+        is_step = pc.is_in(spans["name"], value_set=pa.array(sorted(STEP_NAMES)))
+        has_steps = pc.any(is_step).as_py() or False
+        has_roots = pl.DataFrame(spans.select(_TOLD_BY)).select(is_request_root().any()).item()
+        rows = spans.drop_columns([*_NEVER_READ, *_READ_OF_STEPS])
+        if has_steps:
+            kept = pc.if_else(is_step, pa.array(range(spans.num_rows)), None)
+            for name in _READ_OF_STEPS:
+                rows = rows.append_column(name, spans[name].take(kept))
+        return cls(rows, seen_ns, has_steps or bool(has_roots))
+
+    def frame(self) -> pl.DataFrame:
+        """Return the rows with all columns of SPANS, null where nothing is read."""
+        kinds = _EMPTY_SPANS.schema
+        frame = pl.DataFrame(self.rows)
+        missing = [pl.lit(None, kinds[n]).alias(n) for n in kinds if n not in frame.columns]
+        return _held(frame.with_columns(missing).select(SPANS.names()).cast(kinds), self.seen_ns)
+
+    def last_ns(self) -> int:
+        """Return when the last span ended; a nonsense end in the future counts as arrived."""
+        ends = pc.min_element_wise(self.rows["end_ns"], self.rows["received_ns"])
+        return int(pc.max(ends).as_py())
+
+
 class Settling:
     """`add` may be called from one thread while another one is in `settle`."""
 
@@ -90,7 +126,9 @@ class Settling:
         # Read from other threads, so no key comes later.
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._checks_ns = self.limits.checks_ns
-        self._arrived: deque[pl.DataFrame] = deque()
+        self._arrived: deque[_Arrived] = deque()
+        # Arrived, and of no use so far: there is no request or step that they might belong to.
+        self._idle: deque[_Arrived] = deque()
         self._spans = _held(_empty(SPANS), 0)
         self._steps = _held(_empty(STEPS), 0)
         self._requests: dict[Key, _Request] = {}
@@ -101,11 +139,12 @@ class Settling:
     @property
     def held_spans(self) -> int:
         """Return how many spans are held."""
-        return len(self._spans)
+        return len(self._spans) + int(sum(one.rows.num_rows for one in self._idle))
 
     def add(self, spans: pa.Table, now_ns: int) -> None:
         """Take rows of `spans` that have just arrived."""
-        self._arrived.append(_held(_without_bulk(pl.DataFrame(spans)), now_ns))
+        if spans.num_rows:
+            self._arrived.append(_Arrived.of(spans, now_ns))
 
     def resume(
         self,
@@ -123,7 +162,7 @@ class Settling:
         """
         if spans.is_empty():
             return
-        self._arrived.append(_held(_without_bulk(spans), now_ns))
+        self._arrived.append(_Arrived.of(spans.select(SPANS.names()).to_arrow(), now_ns))
         self._steps = _held(steps, now_ns)
         for key, version, content in zip(
             _keys(requests), requests["version"], _content(requests), strict=True
@@ -154,11 +193,14 @@ class Settling:
         return Settled(_as_table(steps.rows, STEPS), _as_table(requests.rows, REQUESTS), defects)
 
     def _take_arrived(self) -> None:
-        arrived = [self._spans]
+        """Take what has come into the frame of held spans, once some of it can be derived from."""
         while self._arrived:
-            arrived.append(self._arrived.popleft())
-        if len(arrived) > 1:
-            self._spans = pl.concat(arrived, rechunk=True)
+            self._idle.append(self._arrived.popleft())
+        if self._pending or any(one.matters for one in self._idle):
+            parts = [self._spans, *(one.frame() for one in self._idle)]
+            self._idle.clear()
+            if len(parts) > 1:
+                self._spans = pl.concat(parts, rechunk=True)
 
     def _settle_steps(self, until_ns: int, received_ns: int) -> "_Derived":
         """Make rows of the steps seen until then; their spans have served."""
@@ -263,7 +305,8 @@ class Settling:
     def _let_go(self, now_ns: int) -> None:
         """Let go what is too old or too much, and remember until when something is missing."""
         oldest_ns = now_ns - int(self.limits.hold_s * _SECOND_NS)
-        spans = _since(self._spans, oldest_ns).tail(self.limits.max_spans)
+        idle_rows = self._let_idle_go(oldest_ns)
+        spans = _since(self._spans, oldest_ns).tail(max(0, self.limits.max_spans - idle_rows))
         self._note_gone(self._spans, len(spans), "spans_let_go")
         self._spans = spans
         steps = _since(self._steps, oldest_ns)
@@ -272,6 +315,16 @@ class Settling:
         self._note_gone(self._steps, len(steps), "steps_let_go")
         self._steps = steps
         self._forget_requests_before(oldest_ns - self._checks_ns[-1])
+
+    def _let_idle_go(self, oldest_ns: int) -> int:
+        """Let go what is idle and too old or too much; return how many spans stay."""
+        rows = int(sum(one.rows.num_rows for one in self._idle))
+        while self._idle and (rows > self.limits.max_spans or self._idle[0].seen_ns < oldest_ns):
+            gone = self._idle.popleft()
+            rows -= gone.rows.num_rows
+            self.counts["spans_let_go"] += gone.rows.num_rows
+            self._let_go_ns = max(self._let_go_ns, gone.last_ns())
+        return rows
 
     def _forget_requests_before(self, oldest_ns: int) -> None:
         while self._requests:
@@ -353,16 +406,6 @@ def _since(held: pl.DataFrame, oldest_ns: int) -> pl.DataFrame:
     return held.filter(pl.col("seen_ns") >= oldest_ns)
 
 
-def _without_bulk(spans: pl.DataFrame) -> pl.DataFrame:
-    """Empty the columns that nothing derived is made from; they are most of the bytes."""
-    is_step = pl.col("name").is_in(list(STEP_NAMES))
-    kinds = spans.schema
-    return spans.with_columns(
-        *(pl.lit(None, dtype=kinds[name]).alias(name) for name in _NEVER_READ),
-        *(pl.when(is_step).then(pl.col(name)).alias(name) for name in _READ_OF_STEPS),
-    )
-
-
 def _keys(rows: pl.DataFrame) -> Iterable[Key]:
     return zip(rows["trace_id"].to_list(), rows["span_id"].to_list(), strict=True)
 
@@ -374,6 +417,9 @@ def _content(requests: pl.DataFrame) -> list[int]:
 
 def _empty(table: Table) -> pl.DataFrame:
     return pl.DataFrame(table.arrow().empty_table())
+
+
+_EMPTY_SPANS = _empty(SPANS)
 
 
 def _as_table(rows: pl.DataFrame, table: Table) -> pa.Table:

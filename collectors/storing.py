@@ -4,14 +4,17 @@ The files of a segment carry its name, so that writing them twice is writing the
 crash between file and log the same segment is read again and finds its files there.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
+from perfledger.collectors.item_counts import ItemCounts
 from perfledger.collectors.segments import OpenSegment
 from perfledger.collectors.wal.write_ahead_log import Segment, WriteAheadLog
 from perfledger.collectors.wire.assemble import in_order, spans_table
@@ -19,6 +22,8 @@ from perfledger.collectors.wire.columns import Columns
 from perfledger.collectors.wire.recent_spans import Hashes, RecentSpans
 from perfledger.schema.store import Store
 from perfledger.schema.tables import SPANS
+
+log = logging.getLogger("perfledger.collect")
 
 
 class Sampler(Protocol):
@@ -53,6 +58,7 @@ class Storing:
         store: Store,
         wal: WriteAheadLog,
         recent: RecentSpans,
+        counts: ItemCounts,
         observe: Callable[[pa.Table], None],
         sampler: Sampler | None = None,
         sample_after_s: float = 0.0,
@@ -64,14 +70,13 @@ class Storing:
         self._observe = observe
         self._sampler = sampler
         self._wait_s = sample_after_s if sampler is not None else 0.0
-        self.counts: Counter[str] = Counter()
+        self._counts = counts
 
     def prepare(self, segment: Segment, opened: OpenSegment) -> tuple[Prepared, Columns]:
         """Return a segment as tables, and its columns, which are free again."""
         tables = {name: pa.concat_tables(parts) for name, parts in opened.tables.items() if parts}
         is_new, hashes = self._recent.take_new(opened.spans)
         items = opened.items.copy()
-        self.counts["spans_deduplicated"] += opened.spans.rows - int(is_new.sum())
         items["spans"] = int(is_new.sum())
         if items["spans"]:
             order = in_order(opened.spans)
@@ -81,7 +86,10 @@ class Storing:
             if self._sampler is not None:
                 self._sampler.observe(spans)
         size = sum(table.nbytes for table in tables.values())
+        # Only the new ones: what else is here is an older segment's, which may not be stored yet.
+        hashes = np.ascontiguousarray(hashes[:, is_new])
         prepared = Prepared(segment, opened.opened_s, tables, items, hashes, size)
+        self._counts.became("spans", "deduplicated", opened.spans.rows - items["spans"])
         return prepared, opened.spans.columns
 
     def is_due(self, prepared: Prepared) -> bool:
@@ -102,10 +110,20 @@ class Storing:
                     name, table, name=str(prepared.log.name), is_sorted=name == SPANS.name
                 )
             prepared.written.add(name)
-            self.counts[f"{name}_written"] += prepared.items[name]
-        if prepared.hashes.shape[1]:
-            self._recent.remember(str(prepared.log.name), prepared.hashes)
+            self._counts.became(name, "written", prepared.items[name])
+        self._remember(prepared)
         self._wal.drop(prepared.log)
+
+    def _remember(self, prepared: Prepared) -> None:
+        """Keep the hashes for a restart, once, where the disk lets us: the reader needs none."""
+        hashes, prepared.hashes = prepared.hashes, prepared.hashes[:, :0]
+        if not hashes.shape[1]:
+            return
+        try:
+            self._recent.remember(str(prepared.log.name), hashes)
+        except OSError as error:
+            self._counts.add({"write_failures": 1})
+            log.error("cannot keep which spans came lately: %s", error.strerror)
 
     def _sample(self, prepared: Prepared) -> None:
         spans = prepared.tables.get("spans")
@@ -115,4 +133,4 @@ class Storing:
         prepared.sampled = True
         prepared.tables["spans"] = kept
         prepared.items["spans"] -= dropped
-        self.counts["spans_sampled_away"] += dropped
+        self._counts.became("spans", "sampled_away", dropped)

@@ -201,18 +201,22 @@ CONTENT_KEYS = frozenset(
         "output_token_ids",
     }
 )
+# Children of those that hold a size and nothing else (OpenTelemetry's HTTP conventions).
+HARMLESS_KEYS = frozenset({"http.request.body.size", "http.response.body.size"})
 _LONGEST_CONTENT_KEY = max(len(key) for key in CONTENT_KEYS)
 
 
 def is_content(key: str) -> bool:
     """Return whether an attribute key names prompt, answer or other content.
 
-    An indexed child of a content key counts too: `gen_ai.prompt.0.content`.
+    An indexed child of a content key counts too: `gen_ai.prompt.0.content`. A size does not.
     """
     # No more of a key is read than could match: keys come from outside and may be megabytes.
     key = key[: _LONGEST_CONTENT_KEY + 1].lower()
     if key in CONTENT_KEYS:
         return True
+    if key in HARMLESS_KEYS:
+        return False
     end = key.rfind(".")
     while end > 0:
         if key[:end] in CONTENT_KEYS:
@@ -237,6 +241,7 @@ def reference() -> str:
         ]
         lines.append("")
     lines += ["## Denied by default", "", "Content is dropped before anything is written, counted,"]
-    lines += ["and never shown. A child of one of these keys is dropped too.", ""]
+    lines += ["and never shown. A child of one of these keys is dropped too, unless it is a size:"]
+    lines += [f"{' and '.join(f'`{key}`' for key in sorted(HARMLESS_KEYS))} stay.", ""]
     lines += [f"- `{key}`" for key in sorted(CONTENT_KEYS)]
     return "\n".join(lines) + "\n"

@@ -4,6 +4,7 @@ Counters are cumulative since the exporter started. A gauge is the value at the 
 and is not sent when no step ran since the last time: an idle engine says nothing, not an old value.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from perfledger.schema.attributes import Attribute
@@ -85,14 +86,17 @@ METRIC_ATTRIBUTES: tuple[Attribute, ...] = (
 
 def reference() -> str:
     """Return docs/metrics.md."""
-    lines = ["# Metrics", "", "Made from schema/metrics.py.", ""]
-    lines += ["| name | kind | unit | meaning | attribute |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{m.name}` | {m.kind} | {m.unit} | {m.meaning} "
-        f"| {f'`{m.attribute}`' if m.attribute else ''} |"
-        for m in METRICS
-    ]
+    lines = ["# Metrics", "", "Made from schema/metrics.py.", "", *metric_rows(METRICS)]
     lines += ["", "## Attributes that only metrics carry", "", "| name | type | meaning |"]
     lines += ["|---|---|---|"]
     lines += [f"| `{a.name}` | {a.type} | {a.meaning} |" for a in METRIC_ATTRIBUTES]
     return "\n".join(lines) + "\n"
+
+
+def metric_rows(metrics: Iterable[Metric]) -> list[str]:
+    """Return the lines of a table of metrics, as the reference pages have it."""
+    lines = ["| name | kind | unit | meaning | attribute |", "|---|---|---|---|---|"]
+    for m in metrics:
+        attributes = ", ".join(f"`{name}`" for name in m.attribute.split(", ") if name)
+        lines.append(f"| `{m.name}` | {m.kind} | {m.unit} | {m.meaning} | {attributes} |")
+    return lines

@@ -115,13 +115,13 @@ SPANS = Table(
 
 LOGS = Table(
     "logs",
-    "Log records. Bodies are content and are dropped unless the store opts in.",
+    "Log records. Bodies are content and are dropped.",
     (
         Column("time_ns", NS, "wall clock", required=True),
         Column("trace_id", pa.binary(), "16 bytes, or null"),
         Column("span_id", pa.binary(), "8 bytes, or null"),
         Column("severity", pa.int32(), "OTLP severity number"),
-        Column("body", TEXT, "null unless the store keeps content"),
+        Column("body", TEXT, "null: bodies are content"),
         *_SOURCE,
         Column("attributes", KEY_VALUES, "attributes"),
         _RESOURCE,

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,31 @@ def test_the_example_file_names_every_setting_with_its_default() -> None:
     for name in defaults.keys() - others:
         assert f"\n{name} = " in text, name
     for name in defaults["tables"]:
-        assert f"\n[{name}]" in text, name
+        assert re.search(rf"\n(#   \[)?\[{name}\]", text), name
 
 
 def test_the_example_files_options_are_those_of_no_file() -> None:
-    assert options("--config", str(EXAMPLE)) == options()
+    # But for the folder in which the paths of its tables start.
+    assert replace(options("--config", str(EXAMPLE)), folder=Path()) == options()
+
+
+def test_the_limits_of_the_log_are_settings() -> None:
+    read = options("--log-mib", "7", PERFLEDGER_LOW_WATER_MIB="0")
+    assert (read.log_bytes, read.low_water_bytes) == (7 * 2**20, 0)
+    assert (options().log_bytes, options().low_water_bytes) == (2**32, 2**28)
+    with pytest.raises(UsageError, match="--low-water-mib must be 0 or more"):
+        options("--low-water-mib", "-1")
+    with pytest.raises(UsageError, match="--log-mib must be more than 0"):
+        options("--log-mib", "0")
+
+
+def test_several_scrapes_are_a_list_of_tables_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "collect.toml"
+    path.write_text('[[scrape]]\njob = "a"\n[[scrape]]\njob = "b"\n')
+    assert options("--config", str(path)).tables["scrape"] == [{"job": "a"}, {"job": "b"}]
+    path.write_text("[[host]]\ninterval_s = 1\n")
+    with pytest.raises(UsageError, match="host is not a table"):
+        options("--config", str(path))
 
 
 def test_the_containers_variables_are_settings() -> None:

@@ -124,13 +124,13 @@ def test_no_count_is_left_out_or_told_twice() -> None:
     assert told["events"] == 1  # requests_derived; rejected is told by reason
 
 
-def test_without_reasons_and_lag_a_collector_can_be_read_too() -> None:
-    class Plain:
-        def counts(self) -> Counter[str]:
-            return Counter(spans_rejected=2)
-
-    reading = read(Plain())
-    assert (dict(reading.rejected), reading.lag_s) == ({("spans", "unknown"): 2}, 0.0)
+def test_what_belongs_to_no_namespace_is_told_too() -> None:
+    others = Counter(requests_refused_401=2, forward_dropped_full=3)
+    told = {(family.name, *labels.items()): value for family, labels, value in samples({}, others)}
+    assert told == {
+        ("requests_refused", ("namespace", ""), ("status", "401")): 2,
+        ("events", ("namespace", ""), ("event", "forward_dropped_full")): 3,
+    }
 
 
 def test_health_is_progress() -> None:

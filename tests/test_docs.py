@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from perfledger.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGE_MAKERS = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))["PAGES"]
 PARTS = ("schema", "collectors", "analyzers", "instrumented_runtime", "dashboards", "cli")
 
 
@@ -48,6 +50,27 @@ def test_links_in_the_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_the_collectors_page_names_every_flag_and_metric() -> None:
+    from perfledger.collectors.transport import collector_metrics
+
+    page = (ROOT / "docs" / "collector.md").read_text()
+    actions = [a for name in ("collect", "store") for a in commands()[name]._actions]
+    flags = {flag for action in actions for flag in action.option_strings if flag[:2] == "--"}
+    assert {flag for flag in flags if f"{flag}`" not in page and f"{flag} " not in page} == {
+        "--help",
+        "--cors-max-age",
+    }
+    for family in collector_metrics._ORDER:
+        name = family.name + ("_total" if family.kind == "counter" else "")
+        assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("name", sorted(PAGE_MAKERS))
+def test_reference_pages_are_as_made(name: str) -> None:
+    made = PAGE_MAKERS[name]()
+    assert (ROOT / "docs" / name).read_text() == made, "run: python docs/make_reference.py"
 
 
 def test_every_command_has_help_with_examples() -> None:

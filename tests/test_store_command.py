@@ -88,7 +88,7 @@ def test_verify(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["problems"] == []
     path = store.files("spans")[1]
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(GateError, match=f"1 problems.*{path.name}"):
+    with pytest.raises(GateError, match=f"1 problem in.*{path.name}"):
         run("verify", "--store", store.root)
     assert str(path) in capsys.readouterr().out
 

@@ -1,18 +1,16 @@
 """The compiled scanner gives the rows that protobuf's own parser gives, and survives any bytes."""
 
-import dataclasses
+import re
 
-import pyarrow as pa
+from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from otlp_messages import RECEIVED_NS
-from span_oracle import oracle
 from test_otlp_any_request import trace_requests
+from wire_forms import Writer
+from wire_verdict import assert_lasting, assert_same, scanned
 
-from perfledger.collectors.attribute_values import Tally
-from perfledger.collectors.wire.assemble import spans_table
-from perfledger.collectors.wire.span_batch import SpanBatch, SpanReader
+from perfledger.collectors.otlp_rows import TRACES, Outcome
 
 # Without the explaining phase, which traces every line.
 often = settings(
@@ -21,27 +19,7 @@ often = settings(
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
-
-
-def scanned(body: bytes, limit: int) -> tuple[pa.Table, Tally, bytes]:
-    """Return the rows in the order of the request, what was found, and the bytes kept."""
-    batch = SpanBatch(SpanReader(limit), 64, 2)
-    kept, tally = batch.add(body, RECEIVED_NS)
-    rows = spans_table(batch, pa.array(range(batch.rows), pa.int32()).to_numpy())
-    rows.validate(full=True)
-    return rows, tally, bytes(kept)
-
-
-def assert_same(body: bytes, limit: int = 2048) -> bytes:
-    expected, expected_tally = oracle(body, RECEIVED_NS, limit)
-    rows, tally, kept = scanned(body, limit)
-    assert rows.to_pylist() == expected.to_pylist() or repr(rows.to_pylist()) == repr(
-        expected.to_pylist()
-    )
-    # Content that is not blanked in place is counted once for its whole request.
-    assert tally.denied or not expected_tally.denied
-    assert dataclasses.replace(tally, denied=0) == dataclasses.replace(expected_tally, denied=0)
-    return kept
+seeds = st.integers(0, 2**48)
 
 
 @often
@@ -49,10 +27,34 @@ def assert_same(body: bytes, limit: int = 2048) -> bytes:
 def test_any_valid_request_gives_the_rows_of_the_official_parser(
     request: ExportTraceServiceRequest, limit: int
 ) -> None:
-    kept = assert_same(request.SerializeToString(), limit)
-    # What is kept gives the same rows once more, as after a crash, and denies nothing new.
-    again, _, kept_again = scanned(kept, limit)
-    assert repr(again.to_pylist()) == repr(
-        scanned(request.SerializeToString(), limit)[0].to_pylist()
-    )
-    assert kept_again == kept
+    body = request.SerializeToString()
+    assert_lasting(body, assert_same(body, limit), limit)
+
+
+@settings(often, max_examples=1500)
+@given(seeds, st.sampled_from([0.0, 0.05, 0.15, 0.3]), st.booleans(), st.integers(32, 90))
+def test_every_form_on_the_wire_gives_the_rows_of_the_official_parser(
+    seed: int, oddity: float, content: bool, limit: int
+) -> None:
+    body = Writer(seed, oddity, content=content).request()
+    ExportTraceServiceRequest.FromString(body)
+    kept = assert_same(body, limit)
+    assert_lasting(body, kept, limit)
+    # A span that was rejected leaves nothing behind that another receiver would stumble over.
+    ExportTraceServiceRequest.FromString(kept)
+
+
+@settings(often, max_examples=400)
+@given(seeds, st.integers(32, 90))
+def test_texts_that_are_not_utf8_are_repaired_alone(seed: int, limit: int) -> None:
+    body = Writer(seed, 0.05, bad_texts=0.3).request()
+    assert_lasting(body, assert_same(body, limit), limit)
+    _, tally, _ = scanned(body, limit)
+    try:
+        ExportTraceServiceRequest.FromString(body)
+    except DecodeError:
+        pass
+    else:
+        assert not tally.repaired
+    message = Outcome.of(TRACES, tally).response().partial_success.error_message
+    assert bool(tally.repaired) == bool(re.search(r"\d+ texts were not UTF-8", message))

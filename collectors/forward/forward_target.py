@@ -74,19 +74,19 @@ class ForwardTarget:
         return f"{host}:{url.port or (443 if self.is_secure else 80)}"
 
     @classmethod
-    def from_toml(cls, values: Mapping[str, object]) -> Self:
-        """Read the table [forward] and the files it names.
+    def from_toml(cls, values: Mapping[str, object], folder: Path = Path()) -> Self:
+        """Read the table [forward] and the files it names; relative ones are in `folder`.
 
         Raises UsageError on an unknown key, a bad value, or a file that cannot be used.
         """
         table = SettingsTable("forward", values)
         protocol = table.choice("protocol", PROTOCOLS)
-        headers = [*table.texts_by_name("headers").items(), *_file_headers(table)]
+        headers = [*table.texts_by_name("headers").items(), *_file_headers(table, folder)]
         target = cls(
             endpoint=_endpoint(table, protocol),
             protocol=protocol,
             headers=_checked(table, headers),
-            ca=_ca(table),
+            ca=_ca(table, folder),
             compression=table.choice("compression", ("none", "gzip")),
             signals=_signals(table),
             queue_bytes=table.integer("queue_mib", 64, 1, 2**20) * 2**20,
@@ -136,8 +136,8 @@ def _signals(table: SettingsTable) -> tuple[str, ...]:
     return signals
 
 
-def _file_headers(table: SettingsTable) -> list[tuple[str, str]]:
-    content = _content(table, "headers_file")
+def _file_headers(table: SettingsTable, folder: Path) -> list[tuple[str, str]]:
+    content = _content(table, "headers_file", folder)
     if content is None:
         return []
     if len(content) > _MOST_HEADERS_FILE_BYTES:
@@ -160,8 +160,8 @@ def _checked(table: SettingsTable, headers: list[tuple[str, str]]) -> tuple[tupl
     return tuple((name.lower(), value) for name, value in headers)
 
 
-def _ca(table: SettingsTable) -> bytes | None:
-    content = _content(table, "ca_file")
+def _ca(table: SettingsTable, folder: Path) -> bytes | None:
+    content = _content(table, "ca_file", folder)
     if content is not None:
         try:
             # An empty text would mean the system's certificates.
@@ -171,12 +171,12 @@ def _ca(table: SettingsTable) -> bytes | None:
     return content
 
 
-def _content(table: SettingsTable, key: str) -> bytes | None:
+def _content(table: SettingsTable, key: str, folder: Path) -> bytes | None:
     path = table.text(key)
     if not path:
         return None
     try:
-        return Path(path).read_bytes()
+        return (folder / path).read_bytes()
     except OSError as error:
         why = f"{key} cannot be read: {error.strerror}"
         raise UsageError(why, where=path, fix="check the path and its permissions") from error

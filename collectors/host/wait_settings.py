@@ -1,4 +1,4 @@
-"""Settings of the wait-state sampler: the tables [[wait_states]] of the TOML file."""
+"""Settings of the wait-state sampler: the table [wait_states] of the TOML file."""
 
 import re
 from collections.abc import Mapping

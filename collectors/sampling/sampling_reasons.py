@@ -35,10 +35,10 @@ def is_step(spans: pa.Table) -> Mask:
 
 
 def is_any_of(texts: pa.ChunkedArray, wanted: Collection[str]) -> Mask:
-    """Return which texts are among the wanted ones; null is not."""
+    """Return which texts, as they are or as a dictionary, are among the wanted; null is not."""
     if texts.null_count == len(texts):
         return np.zeros(len(texts), np.bool_)
-    return _mask(pc.is_in(texts, pa.array(sorted(wanted), texts.type)))
+    return _mask(pc.is_in(texts.cast(pa.string()), pa.array(sorted(wanted), pa.string())))
 
 
 def _failed(spans: pa.Table) -> Mask:

@@ -106,12 +106,15 @@ class Reading:
 
 
 def read(collector: Measured) -> Reading:
-    """Ask a collector once."""
-    return Reading(collector.counts(), collector.rejected_by_reason(), collector.lag_s())
+    """Ask a collector, for numbers of one moment: rejected items only ever become more."""
+    while True:
+        rejected, counts = collector.rejected_by_reason(), collector.counts()
+        if rejected == collector.rejected_by_reason():
+            return Reading(counts, rejected, collector.lag_s())
 
 
 def samples(readings: Mapping[str, Reading], strangers: Counter[str]) -> Iterator[Sample]:
-    """Yield the samples of all namespaces, and of requests that had none."""
+    """Yield the samples of all namespaces, and of what has none: `strangers`."""
     for namespace, reading in readings.items():
         labels = {"namespace": namespace}
         yield LAG, labels, reading.lag_s
@@ -121,7 +124,10 @@ def samples(readings: Mapping[str, Reading], strangers: Counter[str]) -> Iterato
         yield from _of_requests(reading.counts, labels)
         for name in sorted(reading.counts.keys() - _known(reading.counts)):
             yield OTHER, {**labels, "event": name}, reading.counts[name]
-    yield from _of_requests(strangers, {"namespace": ""})
+    nowhere = {"namespace": ""}
+    yield from _of_requests(strangers, nowhere)
+    for name in sorted(strangers.keys() - _known(strangers)):
+        yield OTHER, {**nowhere, "event": name}, strangers[name]
 
 
 def _of_signals(reading: Reading, labels: Labels) -> Iterator[Sample]:

@@ -96,9 +96,9 @@ def too_slow(timeout_s: float) -> Refusal:
     return Refusal(408, Code.DEADLINE_EXCEEDED, message)
 
 
-def overloaded() -> Refusal:
-    """Return the refusal while memory is full: 503, UNAVAILABLE, with the time to wait."""
-    return Refusal(503, Code.UNAVAILABLE, "the collector's buffer is full", retry_s=RETRY_AFTER_S)
+def overloaded(full: str = "buffer") -> Refusal:
+    """Return the refusal while memory or the log is full: 503, UNAVAILABLE, and when to retry."""
+    return Refusal(503, Code.UNAVAILABLE, f"the collector's {full} is full", retry_s=RETRY_AFTER_S)
 
 
 def stopping() -> Refusal:

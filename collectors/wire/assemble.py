@@ -14,10 +14,12 @@ from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire import gather
 from perfledger.collectors.wire.columns import Shorts
 from perfledger.collectors.wire.keys import PROMOTED
+from perfledger.collectors.wire.protobuf import Bytes
 from perfledger.collectors.wire.span_batch import SpanBatch
 from perfledger.schema.tables import EVENTS, KEY_VALUE, LINKS, SPANS
 
-_KINDS = ("internal", "internal", "server", "client", "producer", "consumer")
+# Kind 0, unspecified, is read as internal (OTLP, SpanKind).
+_KINDS = ("internal", "server", "client", "producer", "consumer")
 _STATUSES = ("unset", "ok", "error")
 _OF_ORIGIN = (
     *("run_id", "service_name", "service_instance_id", "boot_id", "resource_attributes"),
@@ -39,18 +41,24 @@ def in_order(batch: SpanBatch) -> Shorts:
 
 
 def spans_table(batch: SpanBatch, order: Shorts) -> pa.Table:
-    """Return the rows of SPANS of some spans of a batch, in this order."""
+    """Return the rows of SPANS of some spans of a batch, in this order.
+
+    Texts of low cardinality are dictionaries; `Store.write` takes them so.
+    """
     made = _own_columns(batch, order)
     made |= _columns_of_origin(batch, order)
     made |= _promoted_columns(batch, order)
     made |= _nested_columns(batch, order)
     made["kept_share"] = pa.nulls(order.size, pa.float64())
-    return pa.Table.from_arrays([made[name] for name in SPANS.names()], schema=SPANS.arrow())
+    fields = [field.with_type(made[field.name].type) for field in SPANS.arrow()]
+    schema = pa.schema(fields, metadata=SPANS.arrow().metadata)
+    return pa.Table.from_arrays([made[name] for name in SPANS.names()], schema=schema)
 
 
 def _own_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
     columns = batch.columns
-    spans, times = columns.spans[:, order], columns.times[:, order]
+    spans = np.ascontiguousarray(columns.spans.T[order].T)
+    times = np.ascontiguousarray(columns.times.T[order].T)
     group = spans[at.GROUP]
     cut = spans[at.CUT] + np.array([origin.cut for origin in batch.origins], np.int32)[group]
     return {
@@ -58,7 +66,7 @@ def _own_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
         "span_id": _ids(batch, spans[at.SPAN], 8),
         "parent_span_id": _ids(batch, spans[at.PARENT], 8),
         "name": _texts(batch, spans[at.NAME], spans[at.NAME_LENGTH]),
-        "kind": _coded(spans[at.KIND], _KINDS),
+        "kind": _coded(np.maximum(spans[at.KIND] - 1, 0), _KINDS),
         "start_ns": pa.array(times[at.START_NS]),
         "end_ns": pa.array(times[at.END_NS]),
         "time_repaired": pa.array(spans[at.REPAIRED_TIME].astype(bool)),
@@ -79,11 +87,17 @@ def _columns_of_origin(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
     of_group = np.array([number[id(origin)] for origin in batch.origins], np.int32)
     rows = pa.array(of_group[group])
     return {
-        name: pa.array([_shared(origin, name) for origin in distinct.values()], pa.string()).take(
-            rows
-        )
+        name: _dictionary(rows, [_shared(origin, name) for origin in distinct.values()])
         for name in _OF_ORIGIN
     }
+
+
+def _dictionary(rows: pa.Array, values: Sequence[object]) -> pa.Array:
+    """Return texts as a dictionary of distinct ones: Parquet need not look at each row again."""
+    found = pa.DictionaryArray.from_arrays(rows, pa.array(values, pa.string()))
+    if len(set(values)) == len(values) and None not in values:
+        return found
+    return found.dictionary_decode().dictionary_encode()
 
 
 def _shared(origin: Origin, name: str) -> object:
@@ -153,29 +167,29 @@ def _pairs(
     """Return the attributes of some spans, events or links as a KEY_VALUES column."""
     columns = batch.columns
     offsets, rows = gather.pairs(columns.attributes, first, last, owner, parents)
-    kind = columns.attributes[at.VALUE_KIND][rows]
-    value = gather.numbers(columns.numbers, rows)
-    texts = [_of_kind(batch, rows, kind == code) for code in (at.TEXT, at.NESTED)]
-    octets = _of_kind(batch, rows, kind == at.BYTES, pa.binary())
-    keys = columns.attributes[at.KEY][rows], columns.attributes[at.KEY_LENGTH][rows]
-    values = [
-        _texts(batch, *keys),
-        texts[0],
-        _with_nulls(value, kind == at.INT, pa.int64()),
-        _with_nulls(value.view(np.float64), kind == at.DOUBLE, pa.float64()),
-        _bools(value != 0, kind == at.BOOL),
-        octets,
-        texts[1],
+    places, keys, text, octets, nested, values, bits = gather.pair_values(
+        columns.data, columns.attributes, columns.numbers, rows
+    )
+    size = rows.size
+    leaves = [
+        pa.Array.from_buffers(pa.string(), size, _text_buffers(None, places[0], keys)),
+        _leaf(pa.string(), size, *_text_buffers(bits[at.TEXT], places[1], text)),
+        _leaf(pa.int64(), size, pa.py_buffer(bits[at.INT]), pa.py_buffer(values)),
+        _leaf(pa.float64(), size, pa.py_buffer(bits[at.DOUBLE]), pa.py_buffer(values)),
+        _leaf(pa.bool_(), size, pa.py_buffer(bits[at.BOOL]), _bits(values != 0)),
+        _leaf(pa.binary(), size, *_text_buffers(bits[at.BYTES], places[2], octets)),
+        _leaf(pa.string(), size, *_text_buffers(bits[at.NESTED], places[3], nested)),
     ]
-    return _lists(offsets, _structs(values, KEY_VALUE))
+    return _lists(offsets, _structs(leaves, KEY_VALUE))
 
 
-def _of_kind(
-    batch: SpanBatch, rows: Shorts, is_kind: Mask, kind: pa.DataType | None = None
-) -> pa.Array:
-    if not is_kind.any():
-        return pa.nulls(rows.size, kind or pa.string())
-    return _attribute_texts(batch, np.where(is_kind, rows, -1).astype(np.int32), is_kind, kind)
+def _leaf(kind: pa.DataType, size: int, *buffers: pa.Buffer) -> pa.Array:
+    found = pa.Array.from_buffers(kind, size, list(buffers))
+    return pa.nulls(size, kind) if found.null_count == size else found
+
+
+def _text_buffers(bits: Bytes | None, offsets: Shorts, data: Bytes) -> list[pa.Buffer | None]:
+    return [None if bits is None else pa.py_buffer(bits), pa.py_buffer(offsets), pa.py_buffer(data)]
 
 
 def _attribute_texts(
@@ -215,16 +229,12 @@ def _ids(batch: SpanBatch, starts: Shorts, size: int) -> pa.Array:
 
 
 def _coded(codes: Shorts, names: Sequence[str]) -> pa.Array:
-    return pa.array(names, pa.string()).take(pa.array(codes))
+    return _dictionary(pa.array(codes), names)
 
 
 def _with_nulls(values: NDArray[np.generic], is_there: Mask, kind: pa.DataType) -> pa.Array:
     buffers = [_bitmap(is_there), pa.py_buffer(np.ascontiguousarray(values))]
     return pa.Array.from_buffers(kind, values.size, buffers)
-
-
-def _bools(values: Mask, is_there: Mask) -> pa.Array:
-    return pa.Array.from_buffers(pa.bool_(), values.size, [_bitmap(is_there), _bits(values)])
 
 
 def _bitmap(is_there: Mask) -> pa.Buffer | None:

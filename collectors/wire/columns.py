@@ -112,31 +112,52 @@ class Columns(NamedTuple):
         """Return empty columns with room for so many bytes and about so many spans."""
         return cls(
             data=np.empty(data_bytes, np.uint8),
-            spans=np.empty((SPAN_FIELDS, spans), np.int32),
-            times=np.empty((2, spans), np.int64),
-            attributes=np.empty((ATTRIBUTE_FIELDS, 16 * spans), np.int32),
+            spans=_rows(SPAN_FIELDS, spans, np.int32),
+            times=_rows(2, spans, np.int64),
+            attributes=_rows(ATTRIBUTE_FIELDS, 16 * spans, np.int32),
             numbers=np.empty(16 * spans, np.int64),
-            extents=np.empty((2, 16 * spans), np.int32),
-            events=np.empty((EVENT_FIELDS, 2 * spans), np.int32),
+            extents=_rows(2, 16 * spans, np.int32),
+            events=_rows(EVENT_FIELDS, 2 * spans, np.int32),
             event_times=np.empty(2 * spans, np.int64),
-            links=np.empty((LINK_FIELDS, spans), np.int32),
-            groups=np.empty((1, 1024), np.int32),
-            pieces=np.empty((4, 4096), np.int32),
-            todo=np.empty((2, 4096), np.int32),
+            links=_rows(LINK_FIELDS, spans, np.int32),
+            groups=_rows(1, 1024, np.int32),
+            pieces=_rows(4, 4096, np.int32),
+            todo=_rows(2, 4096, np.int32),
             counts=np.zeros(COUNTS, np.int64),
         )
 
     def grown(self) -> Self:
-        """Return the same content with twice the room for rows."""
+        """Return the same content, with twice the room for what fills more than half of its own."""
+        filled = dict(zip(_TABLES, self.counts.tolist(), strict=False))
         wider: dict[str, Any] = {
-            name: _wider(array)
-            for name, array in self._asdict().items()
-            if name not in ("data", "counts")
+            name: _wider(getattr(self, name), filled[table])
+            for table, names in _TABLES.items()
+            for name in names
         }
         return self._replace(**wider)
 
 
-def _wider(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    wider = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
-    wider[..., : array.shape[-1]] = array
+def _rows(fields: int, rows: int, kind: type[np.integer[Any]]) -> Any:
+    """Return an array whose rows are whole in memory: one field of many would share few places of
+    the cache, as its rows lie powers of two apart."""
+    return np.empty((fields, rows), kind, order="F")
+
+
+# The arrays of each count.
+_TABLES = {
+    SPANS: ("spans", "times"),
+    ATTRIBUTES: ("attributes", "numbers", "extents"),
+    EVENTS: ("events", "event_times"),
+    LINKS: ("links",),
+    GROUPS: ("groups",),
+    PIECES: ("pieces",),
+    TODO: ("todo",),
+}
+
+
+def _wider(array: NDArray[np.generic], filled: int) -> NDArray[np.generic]:
+    if 2 * filled <= array.shape[-1]:
+        return array
+    wider = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype, order="F")
+    wider[..., :filled] = array[..., :filled]
     return wider

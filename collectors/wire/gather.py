@@ -5,10 +5,41 @@ from numpy.typing import NDArray
 
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Ints, Shorts
-from perfledger.collectors.wire.jit import compiled, copy_bytes
+from perfledger.collectors.wire.jit import (
+    compiled,
+    copy_bytes,
+    load8,
+    load64,
+    part,
+    store8,
+    store64,
+)
 from perfledger.collectors.wire.protobuf import Bytes
 
 Words = NDArray[np.uint64]
+
+PairValues = tuple[Shorts, Bytes, Bytes, Bytes, Bytes, Ints, Bytes]
+
+_SHORT = 64
+_KINDS = 7
+# By kind of value: which of the texts of `pair_values` it goes to; 0 is the key's.
+_LEAF_OF = (0, 1, 0, 0, 0, 2, 3)
+
+
+@part
+def copy_text(to: int, start: int, length: int) -> None:
+    """Copy a text between addresses; most are short, and a call of memcpy would cost more."""
+    if length > _SHORT:
+        copy_bytes(to, start, length)
+    elif length >= 8:
+        index = 0
+        while length - index >= 8:
+            store64(to + index, load64(start + index))
+            index += 8
+        store64(to + length - 8, load64(start + length - 8))
+    else:
+        for index in range(length):
+            store8(to + index, load8(start + index))
 
 
 @compiled
@@ -24,7 +55,7 @@ def texts(data: Bytes, starts: Shorts, lengths: Shorts, rows: Shorts) -> tuple[S
     for index in range(rows.size):
         row = rows[index]
         if row >= 0:
-            copy_bytes(to + offsets[index], base + starts[row], lengths[row])
+            copy_text(to + offsets[index], base + starts[row], lengths[row])
     return offsets, found
 
 
@@ -89,6 +120,44 @@ def pairs(
                 kept += 1
     offsets[parents.size] = kept
     return offsets, rows[:kept]
+
+
+@compiled
+def pair_values(data: Bytes, attributes: Shorts, numbers: Ints, rows: Shorts) -> PairValues:
+    """Return the leaves of a KEY_VALUES column for some attributes, in one pass.
+
+    First offsets and bytes of keys, text, bytes and JSON, then the numbers as they are, then by
+    kind of value which rows hold one, as bits.
+    """
+    offsets = np.zeros((4, rows.size + 1), np.int32)
+    for index in range(rows.size):
+        row = rows[index]
+        for leaf in range(4):
+            offsets[leaf, index + 1] = offsets[leaf, index]
+        offsets[0, index + 1] += attributes[at.KEY_LENGTH, row]
+        leaf = _LEAF_OF[attributes[at.VALUE_KIND, row]]
+        if leaf > 0:
+            offsets[leaf, index + 1] += attributes[at.VALUE_LENGTH, row]
+    keys = np.empty(offsets[0, -1], np.uint8)
+    text = np.empty(offsets[1, -1], np.uint8)
+    octets = np.empty(offsets[2, -1], np.uint8)
+    nested = np.empty(offsets[3, -1], np.uint8)
+    starts = (keys.ctypes.data, text.ctypes.data, octets.ctypes.data, nested.ctypes.data)
+    base = np.int64(data.ctypes.data)
+    values = np.empty(rows.size, np.int64)
+    bits = np.zeros((_KINDS, (rows.size + 7) // 8), np.uint8)
+    for index in range(rows.size):
+        row = rows[index]
+        kind = attributes[at.VALUE_KIND, row]
+        to = np.int64(starts[0]) + offsets[0, index]
+        copy_text(to, base + attributes[at.KEY, row], attributes[at.KEY_LENGTH, row])
+        leaf = _LEAF_OF[kind]
+        if leaf > 0:
+            to = np.int64(starts[leaf]) + offsets[leaf, index]
+            copy_text(to, base + attributes[at.VALUE, row], attributes[at.VALUE_LENGTH, row])
+        values[index] = numbers[row]
+        bits[kind, index >> 3] |= np.uint8(1 << (index & 7))
+    return offsets, keys, text, octets, nested, values, bits
 
 
 @compiled

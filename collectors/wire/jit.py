@@ -94,6 +94,18 @@ def store8(context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store64(context: Any, address: Any, value: Any) -> Any:
+    """Write a number to eight bytes at an address, little-endian."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        builder.store(arguments[1], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def copy_bytes(context: Any, target: Any, source: Any, size: Any) -> Any:
     """Copy bytes from one address to another, as memcpy does: thrice as fast as a loop."""
 

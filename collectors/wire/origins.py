@@ -5,8 +5,13 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from perfledger.collectors.attribute_values import AttributeReader, Tally
-from perfledger.collectors.content_removal import is_clean
-from perfledger.collectors.lenient_messages import RESOURCE_SPANS, SCOPE_SPANS
+from perfledger.collectors.content_removal import is_clean, overwrites
+from perfledger.collectors.lenient_messages import (
+    EVERY_RESOURCE_SPANS,
+    EVERY_SCOPE_SPANS,
+    RESOURCE_SPANS,
+    SCOPE_SPANS,
+)
 from perfledger.collectors.otlp_origin import Origin, read_origin
 
 _MOST_REMEMBERED = 4096
@@ -44,7 +49,7 @@ class Origins:
             scope: Any = SCOPE_SPANS.FromString(envelope[1])
         except DecodeError:
             raise Unreadable from None
-        if not is_clean(resource) or not is_clean(scope):
+        if not is_clean(resource) or not is_clean(scope) or _overwrites(envelope):
             raise UnsafeOrigin
         reader = AttributeReader(self._limit_bytes)
         origin = read_origin(
@@ -55,3 +60,9 @@ class Origins:
                 self._known.clear()
             self._known[envelope] = origin, reader.tally
         return origin, reader.tally
+
+
+def _overwrites(envelope: Envelope) -> bool:
+    resource: Any = EVERY_RESOURCE_SPANS.FromString(envelope[0])
+    scope: Any = EVERY_SCOPE_SPANS.FromString(envelope[1])
+    return overwrites(resource.resource.attributes) or overwrites(scope.scope.attributes)

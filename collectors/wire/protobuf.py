@@ -24,7 +24,7 @@ def read_varint(position: int, end: int) -> tuple[int, int]:
     while position < end:
         byte = load8(position)
         position += 1
-        if shift == 63 and byte > 1:
+        if shift == 63 and byte >= 0x80:
             return np.int64(0), np.int64(-1)
         value |= (byte & 0x7F) << shift
         if byte < 0x80:

@@ -9,6 +9,7 @@ import secrets
 import struct
 import zlib
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,9 @@ Hashes = NDArray[np.uint64]
 
 DEFAULT_MAX_SPANS = 2_000_000
 _FIRST_SLOTS = 1 << 14
+# A file for each segment: at one a second these reach back an hour.
+_MOST_FILES = 4096
+_UNFINISHED = ".writing"
 _HEAD = struct.Struct("<8sQQI")
 _MAGIC = b"PLRECNT1"
 
@@ -97,10 +101,16 @@ class RecentSpans:
 
     def load(self) -> None:
         """Take the hashes that an earlier process left; what is damaged is removed."""
-        for path in sorted(self._folder.glob("*.ids")):
+        for path in self._folder.glob(f"*{_UNFINISHED}"):
+            path.unlink(missing_ok=True)
+        paths = sorted(self._folder.glob("*.ids"))
+        for path in paths[:-_MOST_FILES]:
+            path.unlink(missing_ok=True)
+        for path in paths[-_MOST_FILES:]:
             found = _read(path)
             if found is None or (self._files and found[0] != self._seed):
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
                 continue
             self._seed = found[0]
             self._take(found[1])
@@ -118,12 +128,20 @@ class RecentSpans:
         path = self._folder / f"{segment}.ids"
         content = hashes.tobytes()
         head = _HEAD.pack(_MAGIC, self._seed, hashes.shape[1], zlib.crc32(content))
-        scratch = path.with_suffix(".writing")
-        scratch.write_bytes(head + content)
-        scratch.rename(path)
+        scratch = path.with_suffix(_UNFINISHED)
+        try:
+            scratch.write_bytes(head + content)
+            scratch.rename(path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
         self._files.append((path, hashes.shape[1]))
-        while sum(count for _, count in self._files) > 2 * self._generation_spans:
+        while len(self._files) > _MOST_FILES or self._kept > 2 * self._generation_spans:
             self._files.popleft()[0].unlink(missing_ok=True)
+
+    @property
+    def _kept(self) -> int:
+        return sum(count for _, count in self._files)
 
     def _take(self, hashes: Hashes) -> NDArray[np.bool_]:
         is_new = np.empty(hashes.shape[1], np.bool_)
@@ -150,7 +168,10 @@ class RecentSpans:
 
 
 def _read(path: Path) -> tuple[int, Hashes] | None:
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
     if len(content) < _HEAD.size:
         return None
     magic, seed, count, checksum = _HEAD.unpack_from(content)

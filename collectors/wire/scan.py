@@ -1,19 +1,52 @@
 """One pass over an export request: what it holds goes into `Columns` as numbers.
 
-`ACTIONS` says what a field of a message means; the kernel is one loop over fields, with the
+grammar.py says what a field of a message means; the kernel is one loop over fields, with the
 messages that it is inside of on a small stack. (One loop, and not a function for each message:
 arrays handed to a function cost more than reading a field does.)
 
 A span that is wrong in itself is taken back, blanked and counted, and the others stay. What OTLP
 does not know is blanked as well: the bytes go to disk, and nobody has looked at what is in them.
+More than `MOST_GROUPS` groups of spans are no request: each costs Python a look.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Ints, Shorts
-from perfledger.collectors.wire.jit import compiled, load8, part
+from perfledger.collectors.wire.grammar import (
+    ACTIONS,
+    ATTRIBUTE,
+    DROPPED,
+    ELEMENT,
+    EVENT,
+    EVENT_NAME,
+    EVENT_TIME,
+    FLAGS,
+    IDENTITY,
+    INSIDE,
+    KEY,
+    KIND,
+    LINK,
+    LINK_ID,
+    LINK_STATE,
+    LIST,
+    MESSAGES,
+    MOST_FIELDS,
+    OFFSETS,
+    PIECE,
+    REQUEST,
+    RESOURCE,
+    SCOPE,
+    SET_VALUE,
+    SPAN,
+    STATUS,
+    STATUS_CODE,
+    STATUS_MESSAGE,
+    TIME,
+    UNKNOWN,
+    VALUE,
+)
+from perfledger.collectors.wire.jit import compiled, load8, part, store8
 from perfledger.collectors.wire.protobuf import (
     FIXED32,
     FIXED64,
@@ -28,78 +61,10 @@ from perfledger.collectors.wire.text import kept_length
 
 MALFORMED, NO_ROOM = -1, -2
 MOST_ELEMENTS = 2_000_000
+MOST_GROUPS = 65_536
 LONGEST_MESSAGE_BYTES = 256
 FILLER = 0x2D  # a dash, where a text was
-
-# Messages, and the one that each is in; an attribute is in a span, an event or a link.
-REQUEST, RESOURCE, SCOPE, SPAN, EVENT, LINK, STATUS, ATTRIBUTE, VALUE = range(9)
-_INSIDE = (-1, REQUEST, RESOURCE, SCOPE, SPAN, SPAN, SPAN, -1, ATTRIBUTE)
-
-# What to do with a field: go into a message (its number), or one of these.
-UNKNOWN, IGNORE, PIECE, OFFSETS, IDENTITY, TIME, KIND, DROPPED, FLAGS = range(16, 25)
-STATUS_CODE, STATUS_MESSAGE, EVENT_NAME, EVENT_TIME, LINK_ID, LINK_STATE = range(25, 31)
-KEY, SET_VALUE = range(31, 33)
-
-_MOST_FIELDS = 17
-_MEANING = {
-    (REQUEST, 1, LENGTH): (RESOURCE, 0),
-    (RESOURCE, 1, LENGTH): (PIECE, at.PIECE_OF_RESOURCE),
-    (RESOURCE, 2, LENGTH): (SCOPE, 0),
-    (RESOURCE, 3, LENGTH): (PIECE, at.PIECE_OF_RESOURCE),
-    (SCOPE, 1, LENGTH): (PIECE, at.PIECE_OF_SCOPE),
-    (SCOPE, 2, LENGTH): (SPAN, 0),
-    (SCOPE, 3, LENGTH): (PIECE, at.PIECE_OF_SCOPE),
-    (SPAN, 1, LENGTH): (IDENTITY, at.TRACE),
-    (SPAN, 2, LENGTH): (IDENTITY, at.SPAN),
-    (SPAN, 3, LENGTH): (OFFSETS, at.STATE),
-    (SPAN, 4, LENGTH): (IDENTITY, at.PARENT),
-    (SPAN, 5, LENGTH): (OFFSETS, at.NAME),
-    (SPAN, 6, VARINT): (KIND, 0),
-    (SPAN, 7, FIXED64): (TIME, at.START_NS),
-    (SPAN, 8, FIXED64): (TIME, at.END_NS),
-    (SPAN, 9, LENGTH): (ATTRIBUTE, 0),
-    (SPAN, 10, VARINT): (DROPPED, 0),
-    (SPAN, 11, LENGTH): (EVENT, 0),
-    (SPAN, 12, VARINT): (DROPPED, 1),
-    (SPAN, 13, LENGTH): (LINK, 0),
-    (SPAN, 14, VARINT): (DROPPED, 2),
-    (SPAN, 15, LENGTH): (STATUS, 0),
-    (SPAN, 16, FIXED32): (FLAGS, 0),
-    (EVENT, 1, FIXED64): (EVENT_TIME, 0),
-    (EVENT, 2, LENGTH): (EVENT_NAME, 0),
-    (EVENT, 3, LENGTH): (ATTRIBUTE, 0),
-    (EVENT, 4, VARINT): (IGNORE, 0),
-    (LINK, 1, LENGTH): (LINK_ID, at.LINK_TRACE),
-    (LINK, 2, LENGTH): (LINK_ID, at.LINK_SPAN),
-    (LINK, 3, LENGTH): (LINK_STATE, 0),
-    (LINK, 4, LENGTH): (ATTRIBUTE, 0),
-    (LINK, 5, VARINT): (IGNORE, 0),
-    (LINK, 6, FIXED32): (IGNORE, 0),
-    (STATUS, 2, LENGTH): (STATUS_MESSAGE, 0),
-    (STATUS, 3, VARINT): (STATUS_CODE, 0),
-    (ATTRIBUTE, 1, LENGTH): (KEY, 0),
-    (ATTRIBUTE, 2, LENGTH): (VALUE, 0),
-    (ATTRIBUTE, 3, VARINT): (IGNORE, 0),
-    (VALUE, 1, LENGTH): (SET_VALUE, at.TEXT),
-    (VALUE, 2, VARINT): (SET_VALUE, at.BOOL),
-    (VALUE, 3, VARINT): (SET_VALUE, at.INT),
-    (VALUE, 4, FIXED64): (SET_VALUE, at.DOUBLE),
-    (VALUE, 5, LENGTH): (SET_VALUE, at.NESTED),
-    (VALUE, 6, LENGTH): (SET_VALUE, at.NESTED),
-    (VALUE, 7, LENGTH): (SET_VALUE, at.BYTES),
-    (VALUE, 8, VARINT): (SET_VALUE, at.EMPTY),
-}
-
-
-def _actions() -> NDArray[np.int64]:
-    """Return (action, argument) by message, field number and wire type."""
-    table = np.full((9, _MOST_FIELDS, 8, 2), UNKNOWN, np.int64)
-    for (message, field, wire), meaning in _MEANING.items():
-        table[message, field, wire] = meaning
-    return table
-
-
-ACTIONS = _actions()
+_UNKNOWN_TAG = 15 << 3 | LENGTH
 
 NO_TRACE, NO_SPAN, BAD_PARENT, TOO_LATE, BROKEN, TOO_MANY = range(len(at.REASONS))
 
@@ -143,10 +108,11 @@ def scan_request(
     """
     base = np.int64(data.ctypes.data)
     position = base + first
-    ends = np.empty(9, np.int64)
+    ends = np.empty(MESSAGES, np.int64)
     ends[REQUEST] = base + last
     saved, dropped = count.copy(), np.zeros(3, np.int64)
-    message, holder, resource, span_start = REQUEST, SPAN, np.int64(-1), np.int64(0)
+    message, holder, resource, span_tag = REQUEST, SPAN, np.int64(-1), np.int64(0)
+    most_groups = count[at.GROUPS] + MOST_GROUPS
     span, attribute, event, link = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     owner, of, has_exception = np.int64(0), np.int64(0), False
     state, state_length = np.int64(0), np.int64(0)
@@ -206,7 +172,7 @@ def scan_request(
                     attributes[at.VALUE_LENGTH, row] = state_length
                 links[at.LINK_LAST, link] = count[at.ATTRIBUTES]
             if fault < 0:
-                message = holder if message == ATTRIBUTE else _INSIDE[message]
+                message = holder if message == ATTRIBUTE else INSIDE[message]
                 continue
         if fault < 0:
             begun = position
@@ -225,15 +191,20 @@ def scan_request(
             count[at.ITEMS] = kept_items + 1
             count[at.FIRST_REASON + fault] += 1
             position = ends[SPAN]
-            fill(span_start, position, 0)
+            _disown(span_tag, base + spans[at.BODY, span], position)
             message = SCOPE
             continue
         action, argument = np.int64(UNKNOWN), np.int64(0)
-        if field < _MOST_FIELDS:
-            action, argument = ACTIONS[message, field, wire, 0], ACTIONS[message, field, wire, 1]
+        if field < MOST_FIELDS:
+            packed = np.int64(ACTIONS[message, field, wire])
+            action, argument = packed >> 8, packed & 0xFF
         if action == SET_VALUE:
+            # Another value after an array or a map: what it replaces may hold content.
+            count[at.UNSAFE] += attributes[at.VALUE_KIND, attribute] == at.NESTED
             attributes[at.VALUE_KIND, attribute] = argument
-            if wire == LENGTH:
+            if argument == at.NESTED:
+                ends[LIST], position, message = position, value, LIST
+            elif wire == LENGTH:
                 attributes[at.VALUE, attribute] = value - base
                 attributes[at.VALUE_LENGTH, attribute] = position - value
             else:
@@ -241,6 +212,8 @@ def scan_request(
         elif action == KEY:
             attributes[at.KEY, attribute] = value - base
             attributes[at.KEY_LENGTH, attribute] = position - value
+        elif action == ELEMENT:
+            count[at.ELEMENTS] += 1
         elif action == VALUE:
             ends[VALUE], position, message = position, value, VALUE
         elif action == ATTRIBUTE:
@@ -324,10 +297,12 @@ def scan_request(
             _begin_span(spans, times, count, span)
             spans[at.BODY, span], spans[at.BODY_LENGTH, span] = value - base, position - value
             dropped[0], dropped[1], dropped[2] = 0, 0, 0
-            has_exception, span_start = False, value
+            has_exception, span_tag = False, begun
             ends[SPAN], position, message = position, value, SPAN
         elif action == PIECE:
             row = count[at.PIECES]
+            if row >= 4 * MOST_GROUPS:
+                return MALFORMED
             if row >= pieces.shape[1]:
                 return NO_ROOM
             pieces[at.PIECE_KIND, row] = argument
@@ -338,6 +313,8 @@ def scan_request(
             pieces[at.PIECE_LENGTH, row] = position - begun
             count[at.PIECES] += 1
         elif action == SCOPE:
+            if count[at.GROUPS] >= most_groups:
+                return MALFORMED
             if count[at.GROUPS] >= groups.shape[1]:
                 return NO_ROOM
             groups[at.GROUP_RESOURCE, count[at.GROUPS]] = resource
@@ -349,7 +326,29 @@ def scan_request(
         elif action == UNKNOWN:
             if wire == LENGTH:
                 fill(value, position, 0)
+            else:
+                _blank_number(begun, position, wire)
             count[at.UNSAFE] += wire == GROUP
+
+
+@part
+def _disown(tag: int, start: int, end: int) -> None:
+    """Make a span zeros in a field that nobody knows: what is forwarded stays valid protobuf."""
+    store8(tag, _UNKNOWN_TAG | load8(tag) & 0x80)
+    fill(start, end, 0)
+
+
+@part
+def _blank_number(start: int, end: int, wire: int) -> None:
+    """Set a number behind its tag to 0, at the size that it has."""
+    if wire != VARINT:
+        fill(end - (8 if wire == FIXED64 else 4 if wire == FIXED32 else 0), end, 0)
+        return
+    position = end - 1
+    store8(position, 0)
+    while position - 1 > start and load8(position - 1) & 0x80:
+        position -= 1
+        store8(position, 0x80)
 
 
 @part

@@ -73,7 +73,7 @@ class SpanReader:
         try:
             message: Any = KEY_VALUE.FromString(attribute)
         except DecodeError:
-            return b"null", Tally(cut=1)
+            raise _Unsafe from None
         if not is_clean_value(message):
             raise _Unsafe
         reader = AttributeReader(self.limit_bytes)
@@ -150,17 +150,26 @@ class SpanBatch:
         try:
             return self._add(body, received_ns, mark)
         except _Unsafe:
+            # Without the spans that were rejected.
+            scanned = self.columns.data[mark.used_bytes : mark.used_bytes + len(body)].tobytes()
+            rejected = self._rejected()
             self.take_back(mark)
         except Malformed:
             self.take_back(mark)
             raise
         try:
-            message = TRACES_REQUEST.FromString(body)
+            message = TRACES_REQUEST.FromString(scanned)
         except DecodeError:
             raise Malformed from None
         denied = remove_content(message)
-        kept, tally = self._add(message.SerializeToString(), received_ns, mark)
+        try:
+            kept, tally = self._add(message.SerializeToString(), received_ns, mark)
+        except (_Unsafe, Malformed):
+            self.take_back(mark)
+            raise Malformed from None
         tally.denied += denied
+        tally.items += rejected.total()
+        tally.rejected += rejected
         return kept, tally
 
     def _add(self, body: bytes, received_ns: int, mark: Mark) -> tuple[memoryview, Tally]:
@@ -305,11 +314,15 @@ class SpanBatch:
     def _tally(self, tally: Tally) -> None:
         count = self.columns.counts.tolist()
         tally.items += count[at.ITEMS]
+        tally.rejected += self._rejected()
         tally.cut += count[at.VALUES_CUT]
         tally.denied += count[at.DENIED]
         tally.duplicate_keys += count[at.DUPLICATES]
-        rejected = dict(zip(at.REASONS, count[at.FIRST_REASON :], strict=True))
-        tally.rejected += Counter({reason: n for reason, n in rejected.items() if n})
+
+    def _rejected(self) -> Counter[str]:
+        counts = self.columns.counts[at.FIRST_REASON :].tolist()
+        found = zip(at.REASONS, counts, strict=True)
+        return Counter({reason: count for reason, count in found if count})
 
 
 def _add_tally(to: Tally, found: Tally) -> None:
