@@ -151,11 +151,14 @@ class Collector:
         return self._items.rejected()
 
     def lag_s(self) -> float:
-        """Return the age of the oldest acknowledged item that is not in a file; 0 without any."""
+        """Return the age of the oldest acknowledged item that is not in a file; 0 without any.
+
+        Waiting for the rest of its trace, before tail sampling decides, is no lag.
+        """
         opened = [one.opened_s for one in tuple(self._prepared)]
         oldest_s = self._ingest.oldest_s()
         opened += [] if oldest_s is None else [oldest_s]
-        ages = [time.monotonic() - min(opened)] if opened else []
+        ages = [time.monotonic() - min(opened) - self._storing.wait_s] if opened else []
         ages += [(time.time_ns() - one.name.created_ns) / 1e9 for one in tuple(self._backlog)[:1]]
         return max([0.0, *ages])
 
@@ -230,14 +233,19 @@ class Collector:
     async def _store_due(self, *, everything: bool = False) -> bool:
         """Store the segments that are due, in their order; return whether all went well."""
         while True:
-            if self._prepared and (everything or self._storing.is_due(self._prepared[0])):
+            if self._prepared and (everything or self._must_store(self._prepared[0])):
                 if not await self._store_one(self._prepared[0]):
                     return False
-                continue
-            # Prepared ones may wait for the sampler; a long backlog must not fill the memory.
-            is_full = bool(self._prepared) and self.held_bytes >= self._limits.buffer_bytes
-            if is_full or not await self._prepare_next(everything):
+            elif not await self._prepare_next(everything):
                 return True
+
+    def _must_store(self, oldest: Prepared) -> bool:
+        """Return whether the oldest segment has waited for its traces, or memory will not do."""
+        if self._storing.is_due(oldest):
+            return True
+        is_full = self.held_bytes >= self._limits.buffer_bytes // 2
+        self._counts["segments_sampled_early"] += is_full
+        return is_full
 
     async def _prepare_next(self, everything: bool) -> bool:
         """Make tables of the next segment of the log; return whether there was one."""

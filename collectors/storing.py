@@ -69,7 +69,7 @@ class Storing:
         self._recent = recent
         self._observe = observe
         self._sampler = sampler
-        self._wait_s = sample_after_s if sampler is not None else 0.0
+        self.wait_s = sample_after_s if sampler is not None else 0.0
         self._counts = counts
 
     def prepare(self, segment: Segment, opened: OpenSegment) -> tuple[Prepared, Columns]:
@@ -94,7 +94,7 @@ class Storing:
 
     def is_due(self, prepared: Prepared) -> bool:
         """Return whether a segment need not wait any more."""
-        return time.monotonic() - prepared.opened_s >= self._wait_s
+        return time.monotonic() - prepared.opened_s >= self.wait_s
 
     def store(self, prepared: Prepared) -> None:
         """Write what is not written yet, and let the log go.

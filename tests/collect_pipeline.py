@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as OtlpLog
 from opentelemetry.proto.logs.v1.logs_pb2 import ResourceLogs, ScopeLogs
 from opentelemetry.proto.metrics.v1 import metrics_pb2
+from otlp_client import span, traces
 
 from perfledger.collectors.ingesting import Ingest, IngestLimits
 from perfledger.collectors.item_counts import ItemCounts
@@ -27,6 +28,7 @@ from perfledger.collectors.wire.recent_spans import RecentSpans
 from perfledger.schema.store import Store
 
 LIMITS = IngestLimits(value_bytes=2048, segment_bytes=64 * 2**20, segment_s=3600.0)
+AT_NS = 1_700_000_000_000_000_000
 TABLES = ("spans", "points", "logs")
 Result = TypeVar("Result")
 
@@ -139,6 +141,12 @@ def span_numbers(store: Store) -> list[int]:
     """Return the span ids that the reader shows, as numbers, in order."""
     spans = store.collect("spans")
     return sorted(int.from_bytes(span_id, "big") for span_id in spans["span_id"])
+
+
+def same_spans(*numbers: int, name: str = "work") -> bytes:
+    """Return a request of spans with these ids; the same bytes each time."""
+    times = {"start_time_unix_nano": AT_NS, "end_time_unix_nano": AT_NS + 5}
+    return traces(*(span(one, name=name, **times) for one in numbers))
 
 
 def metrics(*values: float) -> bytes:

@@ -1,16 +1,15 @@
-"""`perfledger collect` as a process that is killed, damaged, filled up and stopped.
+"""`perfledger collect` as a process that is killed, damaged, overfilled and stopped.
 
-Kills under load are test_collect_kill.py; bombs, stalls and half-open connections
-test_otlp_receiver.py and test_http_server.py; a clock set back test_storing.py.
+A full disk is in test_collect_disk.py, kills under load in test_collect_kill.py; bombs, stalls and
+half-open connections in test_otlp_receiver.py and test_http_server.py; a clock set back is in
+test_storing.py.
 """
 
-import contextlib
 import http.client
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,15 +17,13 @@ from pathlib import Path
 import grpc
 import pyarrow.parquet as pq
 import pytest
-from collect_pipeline import logs, metrics, rows_in_files, span_numbers
+from collect_pipeline import logs, metrics, rows_in_files, same_spans, span_numbers
 from otlp_client import (
     call,
     grpc_refusal,
     post,
     printed_counts,
-    span,
     stored,
-    traces,
     wait_until,
 )
 
@@ -35,14 +32,7 @@ from perfledger.schema.errors import PartialInputError
 from perfledger.schema.store import Store
 
 Start = Callable[..., AbstractContextManager[object]]
-AT_NS = 1_700_000_000_000_000_000
 QUICK = ("--settle", "1")
-
-
-def body(*numbers: int, name: str = "work") -> bytes:
-    """Return a request of these spans; the same bytes each time."""
-    times = {"start_time_unix_nano": AT_NS, "end_time_unix_nano": AT_NS + 5}
-    return traces(*(span(one, name=name, **times) for one in numbers))
 
 
 def kill(collector: object) -> None:
@@ -82,7 +72,7 @@ def test_after_a_kill_it_serves_at_once_and_stores_what_was_acknowledged(
 ) -> None:
     with start_collector(tmp_path, *QUICK) as collector, nothing_can_be_written(collector.store):
         for first in range(1, 100, 10):
-            request = body(*range(first, first + 10))
+            request = same_spans(*range(first, first + 10))
             if first % 20 == 1:
                 assert post(collector.http_port, request)[0] == 200
             else:
@@ -92,7 +82,7 @@ def test_after_a_kill_it_serves_at_once_and_stores_what_was_acknowledged(
         kill(collector)
         assert len(log_files(collector.store)) >= 1
     with start_collector(tmp_path, *QUICK) as collector:
-        assert post(collector.http_port, body(500))[0] == 200
+        assert post(collector.http_port, same_spans(500))[0] == 200
         wait_until(lambda: log_files(collector.store) == [])
     assert numbers_in(collector.store) == [*range(1, 101), 500]
     assert rows_in_files(Store.at(str(collector.store))) == 101
@@ -106,7 +96,7 @@ def test_a_damaged_log_costs_what_is_damaged_and_never_the_start(
 ) -> None:
     with start_collector(tmp_path, *QUICK) as collector, nothing_can_be_written(collector.store):
         for at in range(1, 7):
-            assert post(collector.http_port, body(at, 10 + at))[0] == 200
+            assert post(collector.http_port, same_spans(at, 10 + at))[0] == 200
         kill(collector)
     files = log_files(collector.store)
     with open(files[0], "r+b") as first:
@@ -118,7 +108,7 @@ def test_a_damaged_log_costs_what_is_damaged_and_never_the_start(
     files[0].with_name("1-00000001.0.wal").write_bytes(b"not a log at all" * 100)
     files[0].with_name("2-00000001.0.wal").write_bytes(b"")
     with start_collector(tmp_path, *QUICK) as collector:
-        assert call(collector.grpc_port, body(100)) == b""
+        assert call(collector.grpc_port, same_spans(100)) == b""
         wait_until(lambda: log_files(collector.store) == [])
     assert numbers_in(collector.store) == [2, 3, 4, 5, 12, 13, 14, 15, 100]
     quarantined = [path.suffix for path in (files[0].parent / "quarantine").iterdir()]
@@ -138,7 +128,7 @@ def test_a_second_collector_on_a_log_is_told_who_has_it(
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert f"process {collector.process.pid} already writes this log" in done.stderr
         assert "--store" in done.stderr
-        assert post(collector.http_port, body(1))[0] == 200
+        assert post(collector.http_port, same_spans(1))[0] == 200
     assert numbers_in(collector.store) == [1]
 
 
@@ -149,7 +139,7 @@ def test_a_log_at_its_limit_refuses_until_segments_are_files(
     with start_collector(tmp_path, *QUICK, "--log-mib", "1") as collector:
         with nothing_can_be_written(collector.store):
             for at in range(1, 200):
-                request = body(*range(at * 20, at * 20 + 20), name="x" * 1_000)
+                request = same_spans(*range(at * 20, at * 20 + 20), name="x" * 1_000)
                 status, headers, _ = post(collector.http_port, request)
                 if status != 200:
                     break
@@ -159,7 +149,7 @@ def test_a_log_at_its_limit_refuses_until_segments_are_files(
                 call(collector.grpc_port, request)
             refusal = (grpc.StatusCode.UNAVAILABLE, ["RetryInfo"], 1.0)
             assert grpc_refusal(caught.value) == refusal
-        wait_until(lambda: post(collector.http_port, body(9_999))[0] == 200)
+        wait_until(lambda: post(collector.http_port, same_spans(9_999))[0] == 200)
     assert 400 < len(acknowledged) < 1_100
     assert numbers_in(collector.store) == [*acknowledged, 9_999]
     said = collector.log.read_text()
@@ -174,7 +164,7 @@ def test_a_damaged_file_does_not_keep_it_from_starting_and_is_named(
     tmp_path: Path, start_collector: Start, damage: str
 ) -> None:
     with start_collector(tmp_path, *QUICK) as collector:
-        assert post(collector.http_port, body(1, 2))[0] == 200
+        assert post(collector.http_port, same_spans(1, 2))[0] == 200
     store = Store.at(str(collector.store))
     (file,) = store.files("spans")
     content = file.read_bytes()
@@ -182,7 +172,7 @@ def test_a_damaged_file_does_not_keep_it_from_starting_and_is_named(
     flipped = content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
     file.write_bytes(flipped if damage == "flipped" else content[:-100])
     with start_collector(tmp_path, *QUICK) as collector:
-        assert post(collector.http_port, body(3))[0] == 200
+        assert post(collector.http_port, same_spans(3))[0] == 200
         assert collector.process.poll() is None
     (new,) = [path for path in store.files("spans") if path != file]
     assert pq.read_metadata(new).num_rows == 1
@@ -195,9 +185,9 @@ def test_sigterm_while_nothing_can_be_written_says_so_and_the_next_start_stores_
     tmp_path: Path, start_collector: Start
 ) -> None:
     with start_collector(tmp_path, *QUICK) as collector, nothing_can_be_written(collector.store):
-        assert post(collector.http_port, body(1, 2))[0] == 200
+        assert post(collector.http_port, same_spans(1, 2))[0] == 200
         wait_until(lambda: "cannot write to the store" in collector.log.read_text())
-        assert post(collector.http_port, body(3))[0] == 200
+        assert post(collector.http_port, same_spans(3))[0] == 200
         collector.process.send_signal(signal.SIGTERM)
         assert collector.process.wait(30) == 1
     said = collector.log.read_text()
@@ -210,119 +200,13 @@ def test_sigterm_while_nothing_can_be_written_says_so_and_the_next_start_stores_
     assert numbers_in(collector.store) == [1, 2, 3]
 
 
-# --- A full disk --------------------------------------------------------------------------
-
-MIB = 2**20
-DISK_BYTES = 48 * MIB
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 48 MiB in memory; only root may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        reason = f"cannot mount a disk for the test: {done.stderr.strip()}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(path: Path, leave_bytes: int) -> None:
-    """Write a file until its disk has only so much left."""
-    stat = os.statvfs(path.parent)
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        file.write(bytes(max(0, stat.f_bavail * stat.f_frsize - leave_bytes)))
-
-
-class Sender(threading.Thread):
-    """Sends requests one after another, each again and again until it is acknowledged."""
-
-    def __init__(self, collector: object, client: int) -> None:
-        super().__init__()
-        self._collector, self._client = collector, client
-        self.stopping = threading.Event()
-        self.acknowledged: list[int] = []
-        self.refusals: list[tuple[object, object]] = []
-
-    def run(self) -> None:
-        first = self._client * 1_000_000 + 1
-        while not self.stopping.is_set():
-            numbers = range(first, first + 100)
-            if self._is_taken(body(*numbers, name="x" * 300)):
-                self.acknowledged += numbers
-                first += 100
-            self.stopping.wait(0.05)
-
-    def _is_taken(self, request: bytes) -> bool:
-        if self._client % 2:
-            try:
-                return call(self._collector.grpc_port, request) == b""
-            except grpc.RpcError as error:
-                code, _, delay_s = grpc_refusal(error)
-                self.refusals.append((code, delay_s))
-                return False
-        status, headers, _ = post(self._collector.http_port, request)
-        if status != 200:
-            self.refusals.append((status, headers.get("retry-after")))
-        return status == 200
-
-
-@pytest.mark.parametrize("low_water_mib", [12, 0])
-def test_a_disk_that_fills_up_and_is_freed_costs_nothing_acknowledged(
-    small_disk: Path, start_collector: Start, low_water_mib: int
-) -> None:
-    """With a low-water mark it refuses in time; without, the disk itself refuses."""
-    ballast = small_disk / "ballast"
-    flags = (*QUICK, "--low-water-mib", str(low_water_mib))
-    with start_collector(small_disk, *flags) as collector:
-        senders = [Sender(collector, client) for client in (1, 2)]
-        for sender in senders:
-            sender.start()
-        try:
-            wait_until(lambda: all(len(one.acknowledged) > 500 for one in senders))
-            fill(ballast, 1 * MIB if low_water_mib else 0)
-            wait_until(lambda: all(one.refusals for one in senders), 40)
-            taken = [len(one.acknowledged) for one in senders]
-            ballast.unlink()
-            wait_until(
-                lambda: all(
-                    len(one.acknowledged) > before + 500
-                    for one, before in zip(senders, taken, strict=True)
-                )
-            )
-        finally:
-            for sender in senders:
-                sender.stopping.set()
-            for sender in senders:
-                sender.join()
-    assert collector.process.returncode == 0
-    assert set(senders[0].refusals) == {(grpc.StatusCode.UNAVAILABLE, 1.0)}
-    assert set(senders[1].refusals) == {(503, "1")}
-    found = numbers_in(collector.store)
-    expected = {number for one in senders for number in one.acknowledged}
-    assert expected <= set(found) and len(found) == len(set(found))
-    assert rows_in_files(Store.at(str(collector.store))) == len(found)
-    assert set(found) - expected <= {
-        number for one in senders for number in range(one.acknowledged[-1] + 1, 3_000_000)
-    }
-    received, written, rejected, waiting = printed_counts(collector.log)["spans"]
-    assert (rejected, waiting) == (0, 0) and written == len(found) <= received
-
-
 # --- What is sent again -------------------------------------------------------------------
 
 
 def test_requests_sent_again_over_any_way_and_any_restart_count_once(
     tmp_path: Path, start_collector: Start
 ) -> None:
-    request = body(*range(1, 51))
+    request = same_spans(*range(1, 51))
     for ends in (kill, None, kill, None):
         with start_collector(tmp_path, *QUICK) as collector:
             for _ in range(2):
@@ -347,17 +231,17 @@ def test_a_connection_cut_before_the_answer_is_no_harm(
         for at in range(1, 40):
             connection = http.client.HTTPConnection("127.0.0.1", collector.http_port)
             headers = {"Content-Type": "application/x-protobuf"}
-            connection.request("POST", "/v1/traces", body(at), headers)
+            connection.request("POST", "/v1/traces", same_spans(at), headers)
             connection.close()
         with grpc.insecure_channel(f"127.0.0.1:{collector.grpc_port}") as channel:
             export = channel.unary_unary(
                 "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
             )
             for at in range(100, 140):
-                export.future(body(at)).cancel()
-            assert export(body(200), timeout=30) == b""
+                export.future(same_spans(at)).cancel()
+            assert export(same_spans(200), timeout=30) == b""
         for at in range(300, 320):
-            assert post(collector.http_port, body(at))[0] == 200
+            assert post(collector.http_port, same_spans(at))[0] == 200
     found = set(numbers_in(collector.store))
     assert {200, *range(300, 320)} <= found
     received, written, rejected, waiting = printed_counts(collector.log)["spans"]

@@ -155,7 +155,7 @@ def test_rule_3_a_response_is_bounded_by_cutting_its_message() -> None:
             response.partial_success.error_message = "x" * 5_000_000
             return response
 
-    partial = answer(SIGNALS[0], Rejecting()).partial_success
+    partial = answer(Rejecting()).partial_success
     assert partial.rejected_spans == 7
     assert partial.error_message == "x" * (LONGEST_MESSAGE - 3) + "..."
 

@@ -74,3 +74,20 @@ def test_a_taken_anchor_lies_between_two_readings() -> None:
     before = clocks.monotonic_ns()
     anchor = clocks.take_anchor()
     assert before <= anchor.monotonic_ns <= clocks.monotonic_ns()
+
+
+@pytest.mark.parametrize(
+    ("key", "is_denied"),
+    [
+        ("http.request.body", True),
+        ("http.request.body.content", True),
+        ("http.request.body.size", False),
+        ("HTTP.Response.Body.Size", False),
+        ("http.request.body.size.text", True),
+        ("http.request.body.sizes", True),
+        ("gen_ai.prompt.size", True),
+        ("input.size", True),
+    ],
+)
+def test_a_size_is_no_content(key: str, is_denied: bool) -> None:
+    assert attributes.is_content(key) is is_denied

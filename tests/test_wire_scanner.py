@@ -31,7 +31,7 @@ def test_any_valid_request_gives_the_rows_of_the_official_parser(
     assert_lasting(body, assert_same(body, limit), limit)
 
 
-@settings(often, max_examples=1500)
+@settings(often, max_examples=600)
 @given(seeds, st.sampled_from([0.0, 0.05, 0.15, 0.3]), st.booleans(), st.integers(32, 90))
 def test_every_form_on_the_wire_gives_the_rows_of_the_official_parser(
     seed: int, oddity: float, content: bool, limit: int
@@ -44,7 +44,7 @@ def test_every_form_on_the_wire_gives_the_rows_of_the_official_parser(
     ExportTraceServiceRequest.FromString(kept)
 
 
-@settings(often, max_examples=400)
+@settings(often, max_examples=200)
 @given(seeds, st.integers(32, 90))
 def test_texts_that_are_not_utf8_are_repaired_alone(seed: int, limit: int) -> None:
     body = Writer(seed, 0.05, bad_texts=0.3).request()
