@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import shutil
 import ssl
 import subprocess
 from collections import Counter
@@ -15,6 +14,7 @@ import prometheus_client
 import pytest
 from aiohttp import web
 from conftest import free_port
+from debian_packages import program
 from otlp_messages import METRICS
 from prometheus_client.parser import text_string_to_metric_families as text_format
 from scraping_pages import PAGES, expected_points, labels_of, points, rows_of, value_of
@@ -407,9 +407,7 @@ def test_a_ca_file_that_cannot_be_used_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_tls_is_verified_with_the_ca_file(tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
+    openssl = program("openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engine"]
     made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key)]
@@ -455,11 +453,8 @@ def test_a_page_of_openmetrics_is_told_from_its_content_type() -> None:
 
 
 def test_a_real_node_exporter() -> None:
-    program = shutil.which("prometheus-node-exporter")
-    if program is None:
-        pytest.skip("the Debian package prometheus-node-exporter is not installed")
     target = f"127.0.0.1:{free_port()}"
-    command = [program, f"--web.listen-address={target}"]
+    command = [program("prometheus-node-exporter"), f"--web.listen-address={target}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     async def main() -> Counter[str]:

@@ -2,7 +2,6 @@
 
 import gzip
 import http.client
-import shutil
 import socket
 import ssl
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from conftest import free_port, perfledger
+from debian_packages import program
 from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_traces
 from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_traces
 from opentelemetry.sdk.trace import TracerProvider
@@ -27,7 +27,7 @@ from perfledger.schema.store import Store
 
 
 def openssl(*arguments: str, cwd: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
+    subprocess.run([program("openssl"), *arguments], cwd=cwd, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,10 @@ def test_without_a_certificate_of_the_authority_nobody_gets_in(
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_a_config_file_makes_a_collector_that_other_hosts_may_use(
     pki: Path, tmp_path: Path
 ) -> None:
+    program("curl")
     tokens, config = tmp_path / "tokens.toml", tmp_path / "collect.toml"
     digest = sha256(b"a-token-of-the-team").hexdigest()
     tokens.write_text(f'[[token]]\nnamespace = "team"\nsha256 = "{digest}"\n')
