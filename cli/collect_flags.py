@@ -24,6 +24,7 @@ TABLES: Mapping[str, object] = {
     "forward": {},
 }
 _LONGEST_SETTLE_S = 120
+_LARGEST_REQUEST_MIB = 1024  # the scanner counts bytes in 32 bits
 _OFF = "off"
 
 
@@ -47,8 +48,13 @@ class CollectOptions:
 
     @property
     def namespaces(self) -> list[str]:
-        """Return every namespace that someone may send to: the tokens', or the one named."""
-        return sorted({token.namespace for token in self.tokens}) or [self.namespace]
+        """Return every namespace that someone may send to: the tokens', or the one named.
+
+        The one named comes first, if it is among them, and else the first by name; what the
+        collector scrapes and samples itself goes there.
+        """
+        found = {token.namespace for token in self.tokens} or {self.namespace}
+        return sorted(found, key=lambda name: (name != self.namespace, name))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +146,8 @@ def options_of(args: argparse.Namespace) -> CollectOptions:
     if not 0 < args.settle <= _LONGEST_SETTLE_S:
         raise UsageError(f"--settle must be more than 0 and at most {_LONGEST_SETTLE_S} seconds")
     _check_positive(args)
+    if args.max_request_mib > _LARGEST_REQUEST_MIB:
+        raise UsageError(f"--max-request-mib may be at most {_LARGEST_REQUEST_MIB}")
     tokens = read_tokens(Path(args.tokens_file)) if args.tokens_file else ()
     options = CollectOptions(
         store=args.store,

@@ -13,6 +13,7 @@ from perfledger.collectors.attribute_values import LONGEST_NESTED_BYTES, MAX_DEP
 from perfledger.collectors.content import is_denied, is_denied_within, status_repeats_content
 from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 
+_MOST_ELEMENTS = 10_000
 _MESSAGE = 11  # FieldDescriptor.TYPE_MESSAGE
 
 
@@ -78,6 +79,8 @@ def _from_value(value: Any, path: tuple[str, ...], depth: int) -> int:
         value.ClearField(kind)
         return 0
     elements = getattr(value, kind).values
+    # Far more than fit into the longest value that is kept.
+    del elements[_MOST_ELEMENTS:]
     kept: list[bytes] = []
     removed = 0
     if depth <= MAX_DEPTH:

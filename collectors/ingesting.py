@@ -30,6 +30,7 @@ from perfledger.collectors.wire.span_batch import SpanReader
 log = logging.getLogger("perfledger.collect")
 _GROUP_BYTES = 8 * 2**20
 _GROUP_REQUESTS = 64
+_LEAST_ROOM, _MOST_ROOM = (2**20, 4096), (96 * 2**20, 2**17)
 KINDS = {signal: number for number, signal in enumerate(SIGNALS)}
 
 Forward = Callable[[Signal, bytes, tuple[str, ...]], None]
@@ -77,6 +78,8 @@ class Ingest:
         self._open: OpenSegment | None = None
         self._cut: deque[tuple[Segment, OpenSegment]] = deque()
         self._free: list[Columns] = []
+        # Bytes and spans that the next segment should have room for: growing costs a copy of all.
+        self._room: tuple[int, ...] = _LEAST_ROOM
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
     def start(self) -> None:
@@ -129,7 +132,8 @@ class Ingest:
 
     def give_back(self, columns: Columns) -> None:
         """Take the arrays of a segment that is done with, to be filled again."""
-        if len(self._free) < 2:
+        is_large = columns.data.size > _MOST_ROOM[0] or columns.spans.shape[1] > _MOST_ROOM[1]
+        if len(self._free) < 2 and not is_large:
             self._free.append(columns)
 
     def _cut_open(self, opened: OpenSegment) -> None:
@@ -137,6 +141,11 @@ class Ingest:
         if segment is not None:
             self._cut.append((segment, opened))
         self._open = None
+        held = (opened.spans.used_bytes, opened.spans.rows)
+        self._room = tuple(
+            max(least, min(5 * size // 4, most))
+            for least, size, most in zip(_LEAST_ROOM, held, _MOST_ROOM, strict=True)
+        )
 
     def _run(self) -> None:
         while (group := self._next_group()) is not None:
@@ -194,7 +203,10 @@ class Ingest:
 
     def _opened(self) -> OpenSegment:
         if self._open is None:
-            self._open = OpenSegment(self._reader, self._free.pop() if self._free else None)
+            columns = (
+                self._free.pop() if self._free else Columns.with_room(self._room[0], self._room[1])
+            )
+            self._open = OpenSegment(self._reader, columns)
         return self._open
 
     def _add(self, opened: OpenSegment, request: _Request) -> Taken | None:

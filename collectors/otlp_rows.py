@@ -166,8 +166,8 @@ def decode(
     batch = SpanBatch(SpanReader(max_value_bytes), len(body))
     try:
         kept, tally = batch.add(body, received_ns)
-    except Malformed:
-        raise undecodable_request(signal) from None
+    except Malformed as error:
+        raise undecodable_request(signal, error.why) from None
     rows = spans_table(batch, in_order(batch)).cast(TABLES[signal.table].arrow())
     return Decoded(signal, rows, tally, bytes(kept))
 
@@ -190,6 +190,6 @@ def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_byt
     return Decoded(signal, whole, reader.tally, request.SerializeToString())
 
 
-def undecodable_request(signal: Signal) -> UndecodableRequest:
-    """Return the error of bytes that are not a request of this signal."""
-    return UndecodableRequest(f"not an OTLP {signal.name} request in protobuf")
+def undecodable_request(signal: Signal, why: str = "") -> UndecodableRequest:
+    """Return the error of bytes that are not a request of this signal, or `why` it is none."""
+    return UndecodableRequest(why or f"not an OTLP {signal.name} request in protobuf")

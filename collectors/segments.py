@@ -60,8 +60,8 @@ class OpenSegment:
         if signal is TRACES:
             try:
                 kept, tally = self.spans.add(body, received_ns)
-            except Malformed:
-                raise undecodable_request(signal) from None
+            except Malformed as error:
+                raise undecodable_request(signal, error.why) from None
             taken = Taken(signal, kept, tally)
         else:
             decoded = decode_messages(signal, body, received_ns, self.spans.reader.limit_bytes)

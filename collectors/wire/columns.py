@@ -71,7 +71,7 @@ REASONS = (
     "parent_span_id is not 8 bytes",
     "start_time_unix_nano is after the year 2262",
     "the span is not valid protobuf",
-    "the request has too many attributes, events and links",
+    "the request has too many spans, attributes, events and links",
 )
 COUNTS = FIRST_REASON + len(REASONS)
 

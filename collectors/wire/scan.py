@@ -61,6 +61,7 @@ from perfledger.collectors.wire.text import kept_length
 
 MALFORMED, NO_ROOM = -1, -2
 MOST_ELEMENTS = 2_000_000
+_ELEMENTS_A_SPAN = 8  # what its row takes, beside those of an attribute
 MOST_GROUPS = 65_536
 LONGEST_MESSAGE_BYTES = 256
 FILLER = 0x2D  # a dash, where a text was
@@ -295,6 +296,7 @@ def scan_request(
             for index in range(count.size):
                 saved[index] = count[index]
             _begin_span(spans, times, count, span)
+            count[at.ELEMENTS] += _ELEMENTS_A_SPAN
             spans[at.BODY, span], spans[at.BODY_LENGTH, span] = value - base, position - value
             dropped[0], dropped[1], dropped[2] = 0, 0, 0
             has_exception, span_tag = False, begun

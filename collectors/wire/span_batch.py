@@ -25,6 +25,9 @@ from perfledger.collectors.wire.scan import (
 )
 
 _UNKNOWN_AT_ONCE = 4096
+# What a kernel leaves to Python takes up to a fifth of a millisecond each, while others wait.
+_MOST_LEFT_TO_PYTHON = 50_000
+_TOO_COSTLY = f"over {_MOST_LEFT_TO_PYTHON} maps, repaired texts or new keys; send smaller batches"
 _MOST_REMEMBERED = 4096
 _LONGEST_REMEMBERED_BYTES = 1024
 # What of a span or event a text to be repaired is: table, offset, length.
@@ -37,7 +40,11 @@ _TEXT_OF = {
 
 
 class Malformed(Exception):
-    """Bytes that are no ExportTraceServiceRequest."""
+    """Bytes that are no ExportTraceServiceRequest, or one that would take far too long: `why`."""
+
+    def __init__(self, why: str = "") -> None:
+        super().__init__(why)
+        self.why = why
 
 
 class _Unsafe(Exception):
@@ -220,10 +227,13 @@ class SpanBatch:
         columns, last = self.columns, int(self.columns.counts[at.ATTRIBUTES])
         found = np.empty(last - first, np.int32)
         unknown = np.empty(_UNKNOWN_AT_ONCE, np.int32)
-        start, what = first, (columns.data, columns.attributes)
+        start, what, learned = first, (columns.data, columns.attributes), 0
         while missing := find_keys(
             *what, start, last, found[start - first :], unknown, *keys.arrays.for_kernels()
         ):
+            learned += missing
+            if learned > _MOST_LEFT_TO_PYTHON:
+                raise Malformed(_TOO_COSTLY)
             for row in unknown[:missing].tolist():
                 keys.learn_once(key_at(columns, row))
             start = int(unknown[0])
@@ -269,6 +279,8 @@ class SpanBatch:
 
     def _finish_texts(self, tally: Tally) -> None:
         """Do what the kernels left: repair texts, and write arrays and maps as JSON."""
+        if self.columns.counts[at.TODO] > _MOST_LEFT_TO_PYTHON:
+            raise Malformed(_TOO_COSTLY)
         todo = self.columns.todo[:, : self.columns.counts[at.TODO]].T.tolist()
         for what, row in todo:
             cut_before = tally.cut
