@@ -86,7 +86,10 @@ class Collector:
         log_folder = log_folder or default_log_folder(store)
         self._log_folder = log_folder
         self._wal = WriteAheadLog.open(log_folder, max_bytes=limits.log_bytes)
-        ingest = IngestLimits(limits.value_bytes, limits.segment_bytes, limits.segment_s)
+        ingest = IngestLimits(
+            *(limits.value_bytes, limits.segment_bytes, limits.segment_s),
+            most_held_bytes=limits.buffer_bytes + limits.request_bytes,
+        )
         self._items = ItemCounts()
         self._ingest = Ingest(self._wal, ingest, self._items, forward)
         self._settling = Settling(limits.settle)
@@ -97,6 +100,7 @@ class Collector:
         )
         self._backlog: deque[Segment] = deque()
         self._prepared: deque[Prepared] = deque()
+        self._preparing: OpenSegment | None = None
         self._derived: dict[str, list[pa.Table]] = {"steps": [], "requests": []}
         self._failed: Counter[str] = Counter()
         self._reserved_bytes = 0
@@ -113,7 +117,9 @@ class Collector:
     def held_bytes(self) -> int:
         """Return about how much memory requests and rows take."""
         prepared = sum(one.bytes for one in tuple(self._prepared))
-        return self._ingest.held_bytes + prepared + self._reserved_bytes
+        preparing = self._preparing
+        under_way = 0 if preparing is None else preparing.held_bytes
+        return self._ingest.held_bytes + under_way + prepared + self._reserved_bytes
 
     def check_room(self) -> None:
         """Raise `overloaded()` while memory, or the disk, is full."""
@@ -155,7 +161,8 @@ class Collector:
 
         Waiting for the rest of its trace, before tail sampling decides, is no lag.
         """
-        opened = [one.opened_s for one in tuple(self._prepared)]
+        preparing = self._preparing
+        opened = [one.opened_s for one in (*self._prepared, preparing) if one is not None]
         oldest_s = self._ingest.oldest_s()
         opened += [] if oldest_s is None else [oldest_s]
         ages = [time.monotonic() - min(opened) - self._storing.wait_s] if opened else []
@@ -202,15 +209,13 @@ class Collector:
 
     async def _store_when_due(self) -> None:
         while not await self._pause(_TICK_S):
-            self._look_at_disk()
-            done = await self._store_due()
-            done &= await self._write_derived()
-            if not done:
+            if not await self._store_due():
                 await self._pause(_RETRY_WRITE_S)
 
     async def _settle_when_due(self) -> None:
         while not await self._pause(min(1.0, self._limits.settle.settle_s / 2)):
             await self._settle()
+            await self._write_derived()
 
     async def _pause(self, seconds: float) -> bool:
         """Wait and return False, or return True as soon as the collector is to stop."""
@@ -233,6 +238,7 @@ class Collector:
     async def _store_due(self, *, everything: bool = False) -> bool:
         """Store the segments that are due, in their order; return whether all went well."""
         while True:
+            self._look_at_disk()
             if self._prepared and (everything or self._must_store(self._prepared[0])):
                 if not await self._store_one(self._prepared[0]):
                     return False
@@ -257,12 +263,15 @@ class Collector:
             if cut is None:
                 return False
             segment, opened = cut
+        self._preparing = opened
         try:
             self._prepared.append(await asyncio.to_thread(self._prepare, segment, opened))
         except Exception as error:
             # It stays in the log, for the next start.
             self._defect("preparing a segment", error)
             self._counts["segments_set_aside"] += 1
+        finally:
+            self._preparing = None
         return True
 
     def _prepare(self, segment: Segment, opened: OpenSegment | None) -> Prepared:
@@ -279,7 +288,7 @@ class Collector:
             await asyncio.to_thread(self._storing.store, prepared)
         except OSError as error:
             self._counts["write_failures"] += 1
-            log.error("cannot write to the store, rows wait: %s", error.strerror)
+            log.error("cannot write to the store, rows wait: %s", error.strerror or error)
             return False
         except Exception as error:
             self._defect("storing a segment", error)
@@ -320,7 +329,7 @@ class Collector:
                     self._counts[f"{name}_written"] += rows.num_rows
                 except OSError as error:
                     self._counts["write_failures"] += 1
-                    log.error("cannot write to the store, rows wait: %s", error.strerror)
+                    log.error("cannot write to the store, rows wait: %s", error.strerror or error)
                     done = False
                     continue
             # What a defect keeps from being written is derived again by `attribute`.

@@ -13,7 +13,10 @@ from perfledger.collectors.attribute_values import LONGEST_NESTED_BYTES, MAX_DEP
 from perfledger.collectors.content import is_denied, is_denied_within, status_repeats_content
 from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 
+# Of one array or map, and of all levels of one attribute: far more than fit into the longest value
+# that is kept. What is over goes, so that nothing is over when the rest is read again.
 _MOST_ELEMENTS = 10_000
+_MOST_ELEMENTS_OF_ALL_LEVELS = 100_000
 _MESSAGE = 11  # FieldDescriptor.TYPE_MESSAGE
 
 
@@ -65,51 +68,58 @@ def _from_attributes(attributes: Any) -> int:
             del attributes[index]
             removed += 1
         else:
-            removed += _from_value(attributes[index].value, (key,), 1)
+            removed += _Value(attributes[index].value, key).removed
     return removed
 
 
-def _from_value(value: Any, path: tuple[str, ...], depth: int) -> int:
-    """Remove content inside an array or a map; below the deepest level all of it goes."""
-    value.DiscardUnknownFields()
-    kind = value.WhichOneof("value")
-    if kind not in ("array_value", "kvlist_value"):
-        return 0
-    if depth > 1 and value.ByteSize() > LONGEST_NESTED_BYTES:
-        value.ClearField(kind)
-        return 0
-    elements = getattr(value, kind).values
-    # Far more than fit into the longest value that is kept.
-    del elements[_MOST_ELEMENTS:]
-    kept: list[bytes] = []
-    removed = 0
-    if depth <= MAX_DEPTH:
-        for element in elements:
-            removed += _keep(kind, element, path, depth, kept)
-    del elements[:]
-    elements.extend(kept)
-    return removed
+class _Value:
+    """The value of one attribute while content is taken out of it; `removed` counts what went."""
 
+    def __init__(self, value: Any, key: str) -> None:
+        self.removed = 0
+        self._left = _MOST_ELEMENTS_OF_ALL_LEVELS
+        self._clean(value, (key,), 1)
 
-def _keep(kind: str, element: bytes, path: tuple[str, ...], depth: int, kept: list[bytes]) -> int:
-    """Append what may stay of one element, nothing of a damaged one; return how much went."""
-    try:
-        parsed: Any = (ANY_VALUE if kind == "array_value" else KEY_VALUE).FromString(element)
-    except DecodeError:
+    def _clean(self, value: Any, path: tuple[str, ...], depth: int) -> None:
+        """Clean an array or a map; below the deepest level all of it goes."""
+        value.DiscardUnknownFields()
+        kind = value.WhichOneof("value")
+        if kind not in ("array_value", "kvlist_value"):
+            return
+        if depth > 1 and value.ByteSize() > LONGEST_NESTED_BYTES:
+            value.ClearField(kind)
+            return
+        elements = getattr(value, kind).values
+        kept: list[bytes] = []
+        if depth <= MAX_DEPTH:
+            for element in elements[:_MOST_ELEMENTS]:
+                if not self._left:
+                    break
+                self._left -= 1
+                self._keep(kind, element, path, depth, kept)
+        del elements[:]
+        elements.extend(kept)
+
+    def _keep(
+        self, kind: str, element: bytes, path: tuple[str, ...], depth: int, kept: list[bytes]
+    ) -> None:
+        """Append what may stay of one element, nothing of a damaged one."""
+        try:
+            parsed: Any = (ANY_VALUE if kind == "array_value" else KEY_VALUE).FromString(element)
+        except DecodeError:
+            if kind == "array_value":
+                kept.append(b"")
+            return
         if kind == "array_value":
-            kept.append(b"")
-        return 0
-    removed = 0
-    if kind == "array_value":
-        removed = _from_value(parsed, path, depth + 1)
-    else:
-        key = parsed.key.decode(errors="replace")
-        if is_denied_within(path, key):
-            return 1
-        removed = _from_value(parsed.value, (*path, key), depth + 1)
-        parsed.DiscardUnknownFields()
-    kept.append(parsed.SerializeToString())
-    return removed
+            self._clean(parsed, path, depth + 1)
+        else:
+            key = parsed.key.decode(errors="replace")
+            if is_denied_within(path, key):
+                self.removed += 1
+                return
+            self._clean(parsed.value, (*path, key), depth + 1)
+            parsed.DiscardUnknownFields()
+        kept.append(parsed.SerializeToString())
 
 
 def is_clean(message: Message) -> bool:
@@ -127,7 +137,7 @@ def is_clean_value(attribute: Message) -> bool:
     copy = _copied(attribute)
     before = copy.ByteSize()
     key = copy.key.decode(errors="replace")
-    return not _from_value(copy.value, (key,), 1) and bool(copy.ByteSize() == before)
+    return not _Value(copy.value, key).removed and bool(copy.ByteSize() == before)
 
 
 def overwrites(attributes: Iterable[Any]) -> bool:

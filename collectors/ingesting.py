@@ -52,6 +52,7 @@ class IngestLimits:
     value_bytes: int
     segment_bytes: int
     segment_s: float
+    most_held_bytes: int = 2**62
 
 
 class Ingest:
@@ -210,6 +211,10 @@ class Ingest:
         return self._open
 
     def _add(self, opened: OpenSegment, request: _Request) -> Taken | None:
+        if self.held_bytes > self._limits.most_held_bytes:
+            # Rows may take many times their bytes on the wire.
+            request.answer.set_exception(overloaded())
+            return None
         mark = opened.mark()
         try:
             return opened.add(request.signal, request.body, request.received_ns)
@@ -224,7 +229,7 @@ class Ingest:
     def _refuse(self, taken: Sequence[tuple[_Request, Taken]], error: OSError) -> None:
         self._counts.add({"write_failures": 1})
         if not self._is_refusing:
-            log.error("cannot write to the log, requests are refused: %s", error.strerror)
+            log.error("cannot write to the log, requests are refused: %s", error.strerror or error)
         self._is_refusing = True
         for request, _ in taken:
             request.answer.set_exception(overloaded("log, or its disk,"))
@@ -237,13 +242,25 @@ class Ingest:
                 self._forward(one.signal, bytes(one.kept), request.hops)
 
     def replay(self, segment: Segment) -> OpenSegment:
-        """Return what an earlier process acknowledged and did not store."""
+        """Return what an earlier process acknowledged and did not store.
+
+        A record that cannot be read any more, as by a stricter version, goes alone: its bytes are
+        kept in the log's folder, and it is counted.
+        """
         opened = OpenSegment(SpanReader(self._limits.value_bytes))
         taken = []
         for record in segment.records():
-            signal = SIGNALS[record.kind]
-            one = opened.add(signal, bytes(record.body), record.received_ns)
-            taken.append((signal.table, one.tally))
+            mark = opened.mark()
+            try:
+                signal = SIGNALS[record.kind]
+                one = opened.add(signal, bytes(record.body), record.received_ns)
+            except Exception as error:
+                opened.take_back(mark)
+                self._defect("replaying a record", error)
+                self._wal.set_aside(segment, record)
+                self._counts.add({"log_unreadable_requests": 1})
+            else:
+                taken.append((signal.table, one.tally))
         self._counts.took(taken)
         self._counts.add({"log_replayed_requests": len(taken)})
         return opened

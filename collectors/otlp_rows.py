@@ -34,6 +34,7 @@ from perfledger.collectors.otlp_logs import log_rows
 from perfledger.collectors.otlp_origin import Row
 from perfledger.collectors.otlp_points import point_rows
 from perfledger.collectors.wire.assemble import in_order, spans_table
+from perfledger.collectors.wire.census import MOST_MESSAGES, has_too_many_messages
 from perfledger.collectors.wire.span_batch import Malformed, SpanBatch, SpanReader
 from perfledger.schema.errors import UsageError
 from perfledger.schema.tables import TABLES
@@ -175,6 +176,9 @@ def decode(
 def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_bytes: int) -> Decoded:
     """Return the rows of a request of metrics or logs. Raises UndecodableRequest."""
     assert signal.rows is not None
+    if has_too_many_messages(body, signal.lenient_request):
+        why = f"over {MOST_MESSAGES} points, records, attributes and values; send smaller batches"
+        raise undecodable_request(signal, why)
     try:
         request = signal.lenient_request.FromString(body)
     except DecodeError:

@@ -203,7 +203,7 @@ CONTENT_KEYS = frozenset(
 )
 # Children of those that hold a size and nothing else (OpenTelemetry's HTTP conventions).
 HARMLESS_KEYS = frozenset({"http.request.body.size", "http.response.body.size"})
-_LONGEST_CONTENT_KEY = max(len(key) for key in CONTENT_KEYS)
+LONGEST_CONTENT_KEY = max(len(key) for key in CONTENT_KEYS)
 
 
 def is_content(key: str) -> bool:
@@ -212,7 +212,7 @@ def is_content(key: str) -> bool:
     An indexed child of a content key counts too: `gen_ai.prompt.0.content`. A size does not.
     """
     # No more of a key is read than could match: keys come from outside and may be megabytes.
-    key = key[: _LONGEST_CONTENT_KEY + 1].lower()
+    key = key[: LONGEST_CONTENT_KEY + 1].lower()
     if key in CONTENT_KEYS:
         return True
     if key in HARMLESS_KEYS:

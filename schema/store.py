@@ -83,7 +83,9 @@ class Store:
         declared = TABLES[table]
         name = name or f"{time.time_ns()}-{secrets.token_hex(4)}"
         key = file_key(self.namespace, table, f"{name}.parquet")
-        if not self.place.exists(key):
+        if self.place.exists(key):
+            self.place.settle(key)
+        else:
             rows = as_declared(rows, declared)
             if not is_sorted:
                 rows = rows.take(sort_order(rows, declared))

@@ -66,6 +66,9 @@ class Place(Protocol):
     def create(self, key: str, content: pa.Buffer) -> bool:
         """Create a file durably, and return whether this call did: False if it is there."""
 
+    def settle(self, key: str) -> None:
+        """Make sure that a file which is there is durable: a sync after it may have failed."""
+
     def read(self, key: str) -> pa.Buffer:
         """Return a whole file. Raises FileNotFoundError."""
 
@@ -151,11 +154,17 @@ class LocalPlace:
             try:
                 os.link(scratch, path)
             except FileExistsError:
+                self.settle(key)
                 return False
         finally:
             scratch.unlink(missing_ok=True)
         _sync_folder(path.parent)
         return True
+
+    def settle(self, key: str) -> None:
+        folder = (self.root / key).parent
+        _sync_folder(folder)
+        _sync_folder(folder.parent)
 
     def read(self, key: str) -> pa.Buffer:
         return pa.py_buffer((self.root / key).read_bytes())
@@ -245,6 +254,9 @@ class S3Place:
             self.client.put(key, content.to_pybytes(), mode="create", use_multipart=False)
             return True
         return False
+
+    def settle(self, key: str) -> None:
+        """Do nothing: an object that is there is durable."""
 
     def read(self, key: str) -> pa.Buffer:
         with _as_os_error(key):

@@ -20,6 +20,13 @@ QUIET_TORCH = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THR
 SHARED_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
+def pytest_sessionstart() -> None:
+    """Compile the scanner before any test: that takes a minute once, and then a second."""
+    from perfledger.collectors.wire.warm_up import warm_up
+
+    warm_up()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

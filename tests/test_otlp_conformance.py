@@ -334,6 +334,7 @@ def test_rule_17_a_preflight_of_an_allowed_page_is_granted(served: Endpoints) ->
         preflight("https://a.example.org.evil.org"),
         preflight("https://evil.org/.example.org"),
         preflight(ORIGIN, **{"Access-Control-Request-Method": "PUT"}),
+        {"Access-Control-Request-Method": "POST"},
     ],
 )
 def test_rule_17_other_preflights_are_granted_nothing(
@@ -351,6 +352,14 @@ def test_rule_17_an_allowed_page_may_read_the_answer(served: Endpoints, body: by
     assert answer["vary"] == "origin"
     other = post(served.http.port, body, {**PROTOBUF, "Origin": "https://evil.org"})[1]
     assert "access-control-allow-origin" not in other
+
+
+def test_rule_17_no_page_is_granted_nothing_even_where_any_page_may_send(tmp_path: Path) -> None:
+    asked = {"Access-Control-Request-Method": "POST"}
+    with serving(tmp_path, cors=Cors(("*",))) as bound:
+        status, answer, content = post(bound.http.port, b"", asked, method="OPTIONS")
+    assert (status, content) == (204, b"")
+    assert not any(name.startswith("access-control-") for name in answer)
 
 
 def test_rule_17_cors_is_off_by_default(tmp_path: Path) -> None:

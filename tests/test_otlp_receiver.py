@@ -1,14 +1,17 @@
 """What the OTLP servers answer, over HTTP and gRPC: success, partial success and every refusal."""
 
+import asyncio
 import contextlib
 import gzip
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -18,6 +21,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from otlp_client import (
     PROTOBUF,
+    TRACE_SERVICE,
     call,
     grpc_refusal,
     post,
@@ -29,7 +33,9 @@ from otlp_client import (
 )
 from serving_in_thread import serving
 
-from perfledger.collectors.collecting import CollectLimits
+from perfledger.collectors.collecting import CollectLimits, Collector
+from perfledger.collectors.transport.http_body import read_body
+from perfledger.collectors.transport.otlp_receiver import Refusal
 
 Start = Callable[..., AbstractContextManager[object]]
 
@@ -92,6 +98,12 @@ REFUSED = {
         413,
         Code.RESOURCE_EXHAUSTED,
     ),
+    "gzip of too many members": (
+        gzip.compress(b"") * 1_001,
+        with_encoding("gzip"),
+        400,
+        Code.INVALID_ARGUMENT,
+    ),
 }
 
 
@@ -105,6 +117,33 @@ def test_a_refusal_is_a_status_in_protobuf(http_port: int, case: str) -> None:
     assert "retry-after" not in answer
     details = [detail.type_url.rpartition(".")[2] for detail in told.details]
     assert details == (["BadRequest"] if expected == 400 else [])
+
+
+def test_inflating_much_nothing_lets_others_have_their_turn() -> None:
+    others_turns = 0
+
+    async def others() -> None:
+        nonlocal others_turns
+        while True:
+            others_turns += 1
+            await asyncio.sleep(0)
+
+    async def inflate(members: int) -> bytes:
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": gzip.compress(b"") * members}
+
+        meanwhile = asyncio.create_task(others())
+        try:
+            return await read_body(
+                receive, 2**20, lambda _: None, announced_bytes=None, gzipped=True
+            )
+        finally:
+            meanwhile.cancel()
+
+    assert asyncio.run(inflate(1000)) == b""
+    assert others_turns > 20
+    with pytest.raises(Refusal, match="more than 1000 gzip members"):
+        asyncio.run(inflate(1001))
 
 
 @pytest.mark.parametrize(
@@ -262,28 +301,98 @@ def test_who_opens_a_grpc_connection_and_says_nothing_is_let_go(tmp_path: Path) 
         assert call(port, GOOD) == b""
 
 
+@contextmanager
+def silent_calls(port: int, count: int) -> Iterator[list[grpc.Future]]:
+    """Make calls on a connection of their own, none of which sends its message."""
+    release = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        release.wait(60)
+        yield from ()
+
+    # Otherwise channels of the same options share one connection.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        export = channel.stream_unary(f"/{TRACE_SERVICE}/Export")
+        calls = [export.future(never()) for _ in range(count)]
+        try:
+            yield calls
+        finally:
+            release.set()
+            for one in calls:
+                one.cancel()
+
+
 def test_grpc_reads_no_more_messages_than_there_is_room_for(tmp_path: Path) -> None:
-    """Two senders that stall take both turns; the others wait, then all are answered."""
+    """Two calls that stall take both turns; the others wait, then all are answered."""
     limits = CollectLimits(request_bytes=200_000, buffer_bytes=390_000)
-    with in_process(tmp_path, limits, read_timeout_s=0.5) as (port, _):
-        address = f"127.0.0.1:{port}"
-        with grpc.insecure_channel(address) as channel:
-            export = channel.stream_unary(
-                "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-            )
-            release = threading.Event()
-
-            def never() -> Iterator[bytes]:
-                release.wait(30)
-                yield from ()
-
-            stuck = [export.future(never()) for _ in range(2)]
+    with in_process(tmp_path, limits, read_timeout_s=3.0) as (port, _):
+        with silent_calls(port, 2) as stuck:
+            time.sleep(1)  # who waits as long as these may take is refused
             with ThreadPoolExecutor(8) as pool:
                 answers = list(pool.map(lambda n: call(port, traces(span(n))), range(1, 9)))
             codes = [call.exception(30).code() for call in stuck]
-            with pytest.raises(grpc.RpcError) as caught:
-                export(iter(()))
-            release.set()
     assert answers == [b""] * 8
     assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_grpc_call_that_ends_without_a_message_is_undecodable(tmp_path: Path) -> None:
+    with in_process(tmp_path, CollectLimits()) as (port, _):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.stream_unary(f"/{TRACE_SERVICE}/Export")(iter(()), timeout=30)
+    assert grpc_refusal(caught.value)[:2] == (grpc.StatusCode.INVALID_ARGUMENT, ["BadRequest"])
+
+
+def test_silent_calls_of_few_grpc_connections_do_not_keep_others_waiting(tmp_path: Path) -> None:
+    """Two connections, twelve silent calls each, seven turns: there is a turn left for another."""
+    limits = CollectLimits(request_bytes=200_000, buffer_bytes=1_200_000)
+    with in_process(tmp_path, limits, read_timeout_s=20.0) as (port, _):
+        with silent_calls(port, 12) as silent, silent_calls(port, 12) as more:
+            time.sleep(1)  # until they are there
+            assert [call(port, traces(span(n))) for n in range(1, 9)] == [b""] * 8
+            assert not any(one.done() for one in silent + more)
+
+
+def test_a_grpc_call_does_not_wait_for_its_turn_for_ever(tmp_path: Path) -> None:
+    """Of one connection two are read, then perhaps two more; the others may come again."""
+    with in_process(tmp_path, CollectLimits(), read_timeout_s=1.0) as (port, _):
+        with silent_calls(port, 20) as silent:
+            told = [grpc_refusal(one.exception(30)) for one in silent]
+            assert call(port, GOOD) == b""
+    late = (grpc.StatusCode.DEADLINE_EXCEEDED, [], None)
+    again = (grpc.StatusCode.UNAVAILABLE, ["RetryInfo"], 1.0)
+    assert told.count(late) >= 2 and told.count(again) > 0
+    assert told.count(late) + told.count(again) == 20
+
+
+# --- Defects of ours --------------------------------------------------------------------
+
+
+class Defective(Collector):
+    """A collector with a defect, whose error quotes what it was given."""
+
+    async def export(self, *given: object) -> NoReturn:
+        raise ValueError(f"cannot take {given}")
+
+
+def test_a_defect_is_answered_counted_and_logged_without_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("serving_in_thread.Collector", Defective)
+    with serving(tmp_path) as bound:
+        status, _, content = post(bound.http.port, traces(span(1, name="canary")))
+        with pytest.raises(grpc.RpcError) as caught:
+            call(bound.grpc.port, traces(span(1, name="canary")))
+        counted = post(bound.metrics.port, b"", path="/metrics", method="GET")[2].decode()
+    message = "the collector failed on this request"
+    told = Status.FromString(content)
+    assert (status, told.code, told.message) == (500, Code.INTERNAL, message)
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, message)
+    refused = [line for line in counted.splitlines() if 'status="500"' in line]
+    assert [line.split()[-1] for line in refused] == ["2"]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2
+    for line in logged:
+        assert line.startswith("a request failed: ValueError\n") and "in export" in line
+    assert "canary" not in caplog.text + content.decode("latin-1") + str(caught.value)

@@ -38,6 +38,7 @@ from perfledger.collectors.wal.write_ahead_log import LogRecord, Segment, WriteA
 from perfledger.collectors.wire.recent_spans import Hashes, RecentSpans
 from perfledger.schema.errors import PerfledgerError
 from perfledger.schema.store import Store
+from perfledger.schema.tables import SPANS
 
 # --- A crash at any point -----------------------------------------------------------------
 
@@ -414,3 +415,61 @@ def test_after_the_clock_was_set_back_names_go_on_and_lag_is_not_negative(tmp_pa
     names = [int(file.name.partition("-")[0]) for file in store.files("spans")]
     assert names == [tomorrow_ns, tomorrow_ns + 1]
     assert span_numbers(store) == [1, 2]
+
+
+def test_a_record_that_cannot_be_read_any_more_goes_alone(tmp_path: Path) -> None:
+    """As after an update that decodes more strictly: the others of its segment are stored."""
+    folder = tmp_path / "default" / "wal"
+    wal = WriteAheadLog.open(folder)
+    bodies = (same_spans(1), b"\xff" * 9, b"of another kind", same_spans(2))
+    kinds = (0, 0, 9, 0)
+    wal.append([LogRecord(k, AT_NS + k, body) for k, body in zip(kinds, bodies, strict=True)])
+    wal.close()
+    store = Store.at(str(tmp_path))
+
+    async def start() -> Counter[str]:
+        collector = Collector(store, LIMITS)
+        await collector.resume()
+        running = asyncio.create_task(collector.run())
+        await until(lambda: collector.counts()["spans_written"] == 2)
+        collector.stop()
+        await running
+        return collector.counts()
+
+    counts = run(start())
+    assert adds_up(counts)
+    assert (counts["log_unreadable_requests"], counts["log_replayed_requests"]) == (2, 2)
+    assert span_numbers(store) == [1, 2]
+    kept = sorted(path.read_bytes() for path in (folder / "quarantine").glob("*.unreadable"))
+    assert kept == sorted(bodies[1:3])
+    assert not list(folder.glob("*.wal"))
+
+
+def test_a_file_that_is_there_is_made_durable_before_the_log_goes(tmp_path: Path) -> None:
+    """A sync of its folder may have failed after it was linked."""
+    settled = []
+
+    class Place(type(Store.at(str(tmp_path)).place)):  # type: ignore[misc]
+        def settle(self, key: str) -> None:
+            settled.append(key)
+            super().settle(key)
+
+    store = Store.at(str(tmp_path))
+    store.place = Place(store.place.root)
+    rows = SPANS.from_rows(
+        [
+            {
+                "trace_id": b"t" * 16,
+                "span_id": b"s" * 8,
+                "name": "n",
+                "kind": "server",
+                "start_ns": 1,
+                "end_ns": 2,
+                "received_ns": 3,
+            }
+        ]
+    )
+    name = f"{AT_NS}-0123abcd"
+    paths = {store.write("spans", rows, name=name) for _ in range(2)}
+    (path,) = paths
+    assert [tmp_path / key for key in settled] == [path]

@@ -35,14 +35,15 @@ class Cors:
         if not self.origins or method != "OPTIONS" or asked is None:
             return None
         vary = b"origin, access-control-request-method, access-control-request-headers"
-        if asked != "POST" or not self.allows(request.get("origin", "")):
+        origin = request.get("origin")
+        if asked != "POST" or origin is None or not self.allows(origin):
             return [(b"vary", vary)]
         wanted = request.get("access-control-request-headers", "").lower().split(",")
         allowed = {name.lower() for name in self.headers}
         granted = [name.strip() for name in wanted if "*" in allowed or name.strip() in allowed]
         return [
             (b"vary", vary),
-            (b"access-control-allow-origin", self._shown(request["origin"])),
+            (b"access-control-allow-origin", self._shown(origin)),
             (b"access-control-allow-methods", b"POST"),
             (b"access-control-allow-headers", ", ".join(filter(None, granted)).encode("latin-1")),
             (b"access-control-max-age", b"%d" % self.max_age_s),

@@ -13,6 +13,9 @@ _GZIP = zlib.MAX_WBITS | 16
 _INFLATE_AT_ONCE_BYTES = 2**20
 # Small pieces are joined now and then: each costs more than its bytes.
 _MOST_PIECES = 1024
+# A member costs its head and its end however little is in it; who compresses makes one, or few.
+_MOST_MEMBERS = 1000
+_PIECES_A_TURN = 32
 
 
 class DisconnectedError(Exception):
@@ -36,6 +39,7 @@ async def read_body(
         raise too_large(limit_bytes)
     inflater = _Inflater(limit_bytes) if gzipped else None
     body, size_bytes = [], 0
+    pieces = 0
     more = True
     while more:
         message = await receive()
@@ -49,7 +53,8 @@ async def read_body(
             if size_bytes > limit_bytes:
                 raise too_large(limit_bytes)
             body.append(piece)
-            if len(piece) == _INFLATE_AT_ONCE_BYTES:
+            pieces += 1
+            if len(piece) == _INFLATE_AT_ONCE_BYTES or pieces % _PIECES_A_TURN == 0:
                 await asyncio.sleep(0)  # others' turn: inflating so much takes milliseconds
         if len(body) > _MOST_PIECES:
             body = [b"".join(body)]
@@ -68,6 +73,7 @@ class _Inflater:
         self._limit_bytes = limit_bytes
         self._member = zlib.decompressobj(_GZIP)
         self._compressed_bytes = 0
+        self._members = 0
         self._is_whole = False
 
     def pieces(self, chunk: bytes) -> Iterator[bytes]:
@@ -83,6 +89,9 @@ class _Inflater:
             self._is_whole = self._member.eof
             chunk = self._member.unused_data or self._member.unconsumed_tail
             if self._is_whole:
+                self._members += 1
+                if self._members > _MOST_MEMBERS:
+                    raise undecodable(f"the body has more than {_MOST_MEMBERS} gzip members")
                 self._member = zlib.decompressobj(_GZIP)
 
     def end(self) -> None:

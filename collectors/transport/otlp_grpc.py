@@ -9,6 +9,8 @@ clients drop what they have.)
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -22,6 +24,8 @@ from perfledger.collectors.transport.otlp_receiver import (
     Sink,
     answer,
     cannot_listen,
+    defect,
+    overloaded,
     read_within,
     reservation,
     undecodable,
@@ -35,6 +39,8 @@ _MOST_METADATA_BYTES = 16 * 2**10
 # A peer that is gone, or does nothing, does not keep its connection.
 _HANDSHAKE_MS, _PING_AFTER_MS, _PING_TIMEOUT_MS, _IDLE_MS = 10_000, 60_000, 20_000, 600_000
 _MOST_CALLS_A_CONNECTION = 256
+# Its calls may all be silent, and others' messages are not to wait for theirs.
+_MOST_READ_A_CONNECTION = 2
 
 
 def grpc_server(
@@ -50,13 +56,14 @@ def grpc_server(
 
     The limit holds for a message before and after decompression; grpc answers RESOURCE_EXHAUSTED
     over it. So messages being read, which nothing has counted yet, hold at most
-    `most_read_at_once` times the limit; others wait for their turn. Each must be whole after
-    `read_timeout_s`. Raises UsageError where the address cannot be bound.
+    `most_read_at_once` times the limit; others wait for their turn, for `read_timeout_s` at most,
+    after which the message must be whole in the same time. Raises UsageError where the address
+    cannot be bound.
     """
-    turns = asyncio.Semaphore(most_read_at_once)
+    turns = _Turns(most_read_at_once, read_timeout_s)
 
     async def read(context: Context) -> bytes:
-        async with turns, read_within(read_timeout_s):
+        async with turns.turn(context.peer()), read_within(read_timeout_s):
             message = await context.read()
         if not isinstance(message, bytes):
             raise undecodable("the call ended without a message")
@@ -70,6 +77,29 @@ def grpc_server(
         return server, server.add_secure_port(str(address), tls.grpc_credentials())
     except RuntimeError as error:
         raise cannot_listen(str(address), "--otlp-grpc") from error
+
+
+class _Turns:
+    """Lets only so many messages be read at once, and fewer of each connection."""
+
+    def __init__(self, most_at_once: int, timeout_s: float) -> None:
+        self._all = asyncio.Semaphore(most_at_once)
+        self._timeout_s = timeout_s
+        # A connection is known while a call of it waits or is read.
+        self._of_peers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, peer: str) -> AsyncIterator[None]:
+        """Wait for a turn, first among the peer's own. Raises Refusal where it does not come."""
+        own = self._of_peers.setdefault(peer, asyncio.Semaphore(_MOST_READ_A_CONNECTION))
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._all)
+            except TimeoutError:
+                raise overloaded("queue of messages to read") from None
+            yield
 
 
 def _options(max_request_bytes: int) -> list[tuple[str, int]]:
@@ -100,12 +130,18 @@ def _service(
                 body = await read(context)
                 take(len(body))
                 outcome = await sink.export(signal, body, hops)
-        except Refusal as refusal:
-            counts.refused(refusal)
-            await context.abort(
-                _CODES[refusal.code], refusal.message, trailing_metadata=_trailers(refusal)
-            )
-        return bytes(answer(outcome).SerializeToString())
+                return bytes(answer(outcome).SerializeToString())
+        except Refusal as refused:
+            refusal = refused
+        except grpc.aio.BaseError:
+            raise  # the call or the server has ended, and nobody can be answered
+        # The boundary: a defect of ours is answered, not shown.
+        except Exception as error:
+            refusal = defect(error)
+        counts.refused(refusal)
+        await context.abort(
+            _CODES[refusal.code], refusal.message, trailing_metadata=_trailers(refusal)
+        )
 
     method: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(export)
     return grpc.method_handlers_generic_handler(signal.grpc_service, {"Export": method})

@@ -6,8 +6,6 @@ full. Every answer is in the encoding of the request, and that of every error a 
 """
 
 import asyncio
-import logging
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ from perfledger.collectors.transport.otlp_receiver import (
     Refusal,
     Sink,
     answer,
-    failed,
+    defect,
     read_within,
     reservation,
     stopping,
@@ -45,7 +43,6 @@ Scope = dict[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-log = logging.getLogger("perfledger.collect")
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 _SIGNALS = {signal.path: signal for signal in SIGNALS}
@@ -146,11 +143,9 @@ class _Receiver:
             ended = stopping()
             counts.refused(ended)
             raise ended from None
-        # The boundary: a defect of ours is answered, not shown. Its message may quote a value.
+        # The boundary: a defect of ours is answered, not shown.
         except Exception as error:
-            lines = "".join(traceback.format_tb(error.__traceback__))
-            log.error("a request failed: %s\n%s", type(error).__name__, lines)
-            ours = failed()
+            ours = defect(error)
             counts.refused(ours)
             raise ours from None
 

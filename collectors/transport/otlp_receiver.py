@@ -5,6 +5,8 @@ same google.rpc.Status (OTLP 1.11, "Failures"). Only what is worth retrying says
 """
 
 import asyncio
+import logging
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
@@ -19,6 +21,7 @@ from google.rpc.status_pb2 import Status
 from perfledger.collectors.otlp_rows import Outcome, Signal
 from perfledger.schema.errors import UsageError
 
+log = logging.getLogger("perfledger.collect")
 DEFAULT_MAX_REQUEST_BYTES = 64 * 2**20
 RETRY_AFTER_S = 1
 # A request holds memory while it is read; a sender that stalls must not hold it for ever.
@@ -109,6 +112,13 @@ def stopping() -> Refusal:
 def failed() -> Refusal:
     """Return the answer to a request that met a defect of ours: 500, INTERNAL."""
     return Refusal(500, Code.INTERNAL, "the collector failed on this request")
+
+
+def defect(error: Exception) -> Refusal:
+    """Log where a defect of ours was met, not its message: that may quote a value. Return 500."""
+    lines = "".join(traceback.format_tb(error.__traceback__))
+    log.error("a request failed: %s\n%s", type(error).__name__, lines)
+    return failed()
 
 
 def cannot_listen(address: str, flag: str) -> UsageError:

@@ -24,6 +24,8 @@ from perfledger.schema.tables import TABLES
 
 _RACES = 20
 
+_LATE_FILES_S = 3600
+
 
 @dataclass(frozen=True)
 class RetentionRule:
@@ -95,7 +97,8 @@ def _over(
         age_s = now_ns / 1e9 - _end_s(hour)
         too_old = rule.max_age_s is not None and age_s > rule.max_age_s
         too_much = rule.max_bytes is not None and total > rule.max_bytes
-        if age_s > 0 and (too_old or too_much):
+        # The last segment of an hour may become a file some time after it.
+        if age_s > _LATE_FILES_S and (too_old or too_much):
             yield hour, hours[hour]
             total -= sum(file.bytes for file in hours[hour])
 

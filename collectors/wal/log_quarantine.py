@@ -86,6 +86,21 @@ class Quarantine:
             "log file %s: %d bytes at %d are %s; %s", path, damage.bytes, damage.start, kind, fate
         )
 
+    def keep(self, name: str, content: memoryview) -> None:
+        """Keep a record that is whole and that nobody can read any more."""
+        with self._lock:
+            self._bytes += content.nbytes
+            target = self._folder / f"{name}.unreadable"
+            try:
+                self._make_folder()
+                fate = f"not kept, {self._folder} is full"
+                if self._has_room(target, content.nbytes):
+                    target.write_bytes(content)
+                    fate = f"kept as {target}"
+            except OSError as error:
+                fate = f"it could not be kept: {error}"
+        log.warning("a record of %s cannot be read; %s", name, fate)
+
     def _count(self, damage: Damage) -> None:
         self._bytes += damage.bytes
         self._torn_bytes += damage.bytes if damage.is_torn else 0

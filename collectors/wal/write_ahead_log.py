@@ -157,6 +157,11 @@ class WriteAheadLog:
         """Return how many of them are unfinished appends of a process that crashed."""
         return self._quarantine.torn_bytes
 
+    def set_aside(self, segment: Segment, record: LogRecord) -> None:
+        """Keep a record in the quarantine that is whole and cannot be made rows of."""
+        name = f"{segment.name}-{record.received_ns}-{record.kind}"
+        self._quarantine.keep(name, body_view(record.body))
+
     def close(self) -> None:
         """Let go of the log. Segments that are not dropped are the next process's leftover."""
         with self._lock:

@@ -5,9 +5,12 @@ on kernels find it here. The table is emptied when it has grown too large: keys 
 """
 
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from perfledger.collectors.attribute_values import DENIED, AttributeReader
@@ -25,6 +28,7 @@ _LINK_NUMBER = {a.name: (PHASE, TOKENS)[a.column == "tokens"] for a in LINK_ATTR
 
 _MOST_KEYS = 8192
 _NO_ENTRY = -1
+_SCATTER = np.uint64(0x9E3779B97F4A7C15)
 
 # Rows of `Keys.entries`.
 START, LENGTH, IS_DENIED, IS_CHANGED, ON_SPAN, ON_LINK, KEPT = range(7)
@@ -45,21 +49,37 @@ class Keys(NamedTuple):
         return (self.text.ctypes.data, *self[1:])
 
 
+@intrinsic
+def _product(context: Any, one: Any, other: Any) -> Any:
+    """Return both halves of the 128-bit product of two numbers, one xor the other."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(factor, wide) for factor in arguments))
+        halves = builder.xor(product, builder.lshr(product, ir.Constant(wide, 64)))
+        return builder.trunc(halves, ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
 @compiled
 def hash_of(start: int, length: int, seed: int) -> int:
-    """Return a hash; the random seed keeps senders from choosing keys that collide."""
+    """Return a hash; the random seed keeps senders from choosing texts that collide.
+
+    What each word does depends on a factor made of the seed: with a known one, differences that
+    cancel could be told in advance, whatever the seed.
+    """
     value = np.uint64(seed) ^ np.uint64(length)
+    factor = _product(np.uint64(seed) ^ _SCATTER, _SCATTER) | np.uint64(1)
     position, end = start, start + length
     while position < end:
         if end - position >= 8:
-            value ^= np.uint64(load64(position))
+            value = _product(value ^ np.uint64(load64(position)), factor)
             position += 8
         else:
-            value ^= np.uint64(load8(position))
+            value = _product(value ^ np.uint64(load8(position)), factor)
             position += 1
-        value *= np.uint64(0x9E3779B97F4A7C15)
-        value ^= value >> np.uint64(29)
-    return value
+    return _product(value ^ _SCATTER, factor)
 
 
 @part

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Shorts
-from perfledger.collectors.wire.jit import compiled, load8, load64
+from perfledger.collectors.wire.jit import compiled
+from perfledger.collectors.wire.keys import hash_of
 from perfledger.collectors.wire.protobuf import Bytes
 from perfledger.collectors.wire.span_batch import SpanBatch
 
@@ -29,7 +30,7 @@ _FIRST_SLOTS = 1 << 14
 _MOST_FILES = 4096
 _UNFINISHED = ".writing"
 _HEAD = struct.Struct("<8sQQI")
-_MAGIC = b"PLRECNT1"
+_MAGIC = b"PLRECNT2"
 
 
 @compiled
@@ -38,23 +39,9 @@ def _hashes_of(data: Bytes, starts: Shorts, lengths: Shorts, seed: int) -> Hashe
     found = np.empty((2, starts.size), np.uint64)
     base = np.int64(data.ctypes.data)
     for index in range(starts.size):
-        position = base + starts[index]
-        end = position + lengths[index]
-        one = np.uint64(seed) ^ np.uint64(lengths[index])
-        two = ~one
-        while position < end:
-            if end - position >= 8:
-                word = np.uint64(load64(position))
-                position += 8
-            else:
-                word = np.uint64(load8(position))
-                position += 1
-            one = (one ^ word) * np.uint64(0x9E3779B97F4A7C15)
-            one ^= one >> np.uint64(32)
-            two = (two ^ word) * np.uint64(0xC2B2AE3D27D4EB4F)
-            two ^= two >> np.uint64(29)
-        found[0, index] = one | np.uint64(1)
-        found[1, index] = two
+        start, length = base + starts[index], np.int64(lengths[index])
+        found[0, index] = hash_of(start, length, np.uint64(seed)) | np.uint64(1)
+        found[1, index] = hash_of(start, length, ~np.uint64(seed))
     return found
 
 
@@ -79,7 +66,7 @@ def _take_new(hashes: Hashes, first: Hashes, second: Hashes, is_new: NDArray[np.
 def _slot_of(one: int, two: int, table: Hashes) -> int:
     """Return the slot of a pair, or -1 - the free slot where it would be."""
     mask = np.uint64(table.shape[0] - 1)
-    slot = (one >> np.uint64(7)) & mask
+    slot = (one ^ two) & mask
     while table[slot, 0] or table[slot, 1]:
         if table[slot, 0] == one and table[slot, 1] == two:
             return np.int64(slot)

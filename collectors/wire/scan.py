@@ -62,7 +62,7 @@ from perfledger.collectors.wire.text import kept_length
 MALFORMED, NO_ROOM = -1, -2
 MOST_ELEMENTS = 2_000_000
 _ELEMENTS_A_SPAN = 8  # what its row takes, beside those of an attribute
-MOST_GROUPS = 65_536
+MOST_GROUPS = 8192
 LONGEST_MESSAGE_BYTES = 256
 FILLER = 0x2D  # a dash, where a text was
 _UNKNOWN_TAG = 15 << 3 | LENGTH

@@ -25,6 +25,8 @@ from perfledger.collectors.wire.scan import (
 )
 
 _UNKNOWN_AT_ONCE = 4096
+# A serial number is the upper half of an int64 that is never negative.
+_MOST_SERIALS = 2**31
 # What a kernel leaves to Python takes up to a fifth of a millisecond each, while others wait.
 _MOST_LEFT_TO_PYTHON = 50_000
 _TOO_COSTLY = f"over {_MOST_LEFT_TO_PYTHON} maps, repaired texts or new keys; send smaller batches"
@@ -132,6 +134,7 @@ class SpanBatch:
             (columns.numbers, at.ATTRIBUTES),
             (columns.extents, at.ATTRIBUTES),
             (columns.events, at.EVENTS),
+            (columns.event_times, at.EVENTS),
             (columns.links, at.LINKS),
         )
         widths = ((array.nbytes // array.shape[-1], int(count[of])) for array, of in rows)
@@ -237,7 +240,9 @@ class SpanBatch:
             for row in unknown[:missing].tolist():
                 keys.learn_once(key_at(columns, row))
             start = int(unknown[0])
-        self.reader.serial += 1
+        self.reader.serial = (self.reader.serial + 1) % _MOST_SERIALS
+        if self.reader.serial == 0:
+            keys.seen[:] = -1
         columns.counts[at.USED] = self.used_bytes
         done = decide(
             *(columns.data, columns.spans, columns.attributes, columns.numbers, columns.extents),
