@@ -10,8 +10,9 @@ Messages are those of lenient_messages: text comes as bytes.
 import base64
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -23,6 +24,9 @@ from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 MAX_DEPTH = 32
 # An array or map inside another one that is longer goes: each level below would copy it.
 LONGEST_NESTED_BYTES = 2**20
+# Elements of one array or map, and of all levels of one value: far more than are kept.
+MOST_ELEMENTS = 10_000
+MOST_ELEMENTS_OF_ALL_LEVELS = 100_000
 DEFAULT_MAX_VALUE_BYTES = 2048
 DENIED = "\0denied"
 _SCALARS = frozenset({"int_value", "double_value", "bool_value"})
@@ -145,19 +149,37 @@ class AttributeReader:
         return value[: self.max_value_bytes]
 
 
+class LookedAt:
+    """The elements of one array or map and those inside it that are looked at: not too many.
+
+    Content is taken out of the same ones and the others go, so what is kept reads the same again.
+    """
+
+    def __init__(self) -> None:
+        self._left = MOST_ELEMENTS_OF_ALL_LEVELS
+
+    def of(self, elements: Iterable[bytes]) -> Iterator[bytes]:
+        for element in islice(elements, MOST_ELEMENTS):
+            if not self._left:
+                return
+            self._left -= 1
+            yield element
+
+
 class _NestedReader:
     """Turns one array or map into plain values whose JSON text is about `budget` bytes."""
 
     def __init__(self, reader: AttributeReader, budget_bytes: int) -> None:
         self._reader = reader
         self._left_bytes = budget_bytes
+        self._looked_at = LookedAt()
 
     def read(self, value: Any, path: tuple[str, ...], depth: int = 1) -> object:
         kind = value.WhichOneof("value")
         if kind == "array_value" or kind == "kvlist_value":
             if depth > MAX_DEPTH or (depth > 1 and value.ByteSize() > LONGEST_NESTED_BYTES):
                 self._reader.tally.cut += 1
-                return None
+                return self._null()
             self._left_bytes -= len("[],")
             if kind == "array_value":
                 return self._array(value.array_value.values, path, depth)
@@ -166,11 +188,11 @@ class _NestedReader:
 
     def _array(self, values: Iterable[bytes], path: tuple[str, ...], depth: int) -> list[object]:
         kept: list[object] = []
-        for element in values:
+        for element in self._looked_at.of(values):
             if self._is_spent():
                 break
             value = self._parsed(ANY_VALUE, element)
-            kept.append(None if value is None else self.read(value, path, depth + 1))
+            kept.append(self._null() if value is None else self.read(value, path, depth + 1))
         return kept
 
     def _map(
@@ -178,7 +200,7 @@ class _NestedReader:
     ) -> dict[str, object]:
         kept: dict[str, object] = {}
         tally = self._reader.tally
-        for element in elements:
+        for element in self._looked_at.of(elements):
             attribute = self._parsed(KEY_VALUE, element)
             if attribute is None:
                 continue
@@ -193,6 +215,11 @@ class _NestedReader:
                 tally.duplicate_keys += 1
             kept[key] = self.read(attribute.value, (*path, sent), depth + 1)
         return kept
+
+    def _null(self) -> object:
+        """Return what stands for a lost element; it takes the room that it takes when reread."""
+        self._left_bytes -= len("null,")
+        return None
 
     def _parsed(self, kind: type[Message], element: bytes) -> Any:
         """Return an element, or None where its bytes are damaged: it counts as cut."""

@@ -9,14 +9,10 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from perfledger.collectors.attribute_values import LONGEST_NESTED_BYTES, MAX_DEPTH
+from perfledger.collectors.attribute_values import LONGEST_NESTED_BYTES, MAX_DEPTH, LookedAt
 from perfledger.collectors.content import is_denied, is_denied_within, status_repeats_content
 from perfledger.collectors.lenient_messages import ANY_VALUE, KEY_VALUE
 
-# Of one array or map, and of all levels of one attribute: far more than fit into the longest value
-# that is kept. What is over goes, so that nothing is over when the rest is read again.
-_MOST_ELEMENTS = 10_000
-_MOST_ELEMENTS_OF_ALL_LEVELS = 100_000
 _MESSAGE = 11  # FieldDescriptor.TYPE_MESSAGE
 
 
@@ -77,7 +73,7 @@ class _Value:
 
     def __init__(self, value: Any, key: str) -> None:
         self.removed = 0
-        self._left = _MOST_ELEMENTS_OF_ALL_LEVELS
+        self._looked_at = LookedAt()
         self._clean(value, (key,), 1)
 
     def _clean(self, value: Any, path: tuple[str, ...], depth: int) -> None:
@@ -92,10 +88,7 @@ class _Value:
         elements = getattr(value, kind).values
         kept: list[bytes] = []
         if depth <= MAX_DEPTH:
-            for element in elements[:_MOST_ELEMENTS]:
-                if not self._left:
-                    break
-                self._left -= 1
+            for element in self._looked_at.of(elements):
                 self._keep(kind, element, path, depth, kept)
         del elements[:]
         elements.extend(kept)

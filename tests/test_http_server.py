@@ -1,6 +1,8 @@
 """Clients that stall, trickle, flood or crowd get no more than their share of the HTTP server."""
 
+import asyncio
 import contextlib
+import gzip
 import http.client
 import socket
 import time
@@ -14,6 +16,8 @@ from otlp_client import PROTOBUF, post, span, traces
 from serving_in_thread import serving
 
 from perfledger.collectors.collecting import CollectLimits
+from perfledger.collectors.transport.http_body import read_body
+from perfledger.collectors.transport.otlp_receiver import Refusal
 
 HEAD = b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\n"
 GOOD = traces(span(1))
@@ -199,3 +203,30 @@ def test_a_connection_is_kept_between_exports(port: int) -> None:
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (200, b"")
     connection.close()
+
+
+def test_inflating_much_nothing_lets_others_have_their_turn() -> None:
+    others_turns = 0
+
+    async def others() -> None:
+        nonlocal others_turns
+        while True:
+            others_turns += 1
+            await asyncio.sleep(0)
+
+    async def inflate(members: int) -> bytes:
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": gzip.compress(b"") * members}
+
+        meanwhile = asyncio.create_task(others())
+        try:
+            return await read_body(
+                receive, 2**20, lambda _: None, announced_bytes=None, gzipped=True
+            )
+        finally:
+            meanwhile.cancel()
+
+    assert asyncio.run(inflate(1000)) == b""
+    assert others_turns > 20
+    with pytest.raises(Refusal, match="more than 1000 gzip members"):
+        asyncio.run(inflate(1001))

@@ -4,12 +4,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from otlp_client import span, traces
 
-from perfledger.collectors.wire.recent_spans import RecentSpans
+from perfledger.collectors.wire.keys import hash_of
+from perfledger.collectors.wire.recent_spans import RecentSpans, _hashes_of, _slot_of
 from perfledger.collectors.wire.span_batch import SpanBatch, SpanReader
 
 READER = SpanReader(2048)
@@ -191,3 +193,26 @@ def test_many_small_segments_do_not_fill_the_folder(tmp_path: Path) -> None:
     again.load()
     assert len(list(folder.iterdir())) == 4096
     assert take(again, [13, 4_109]) == [True, False]
+
+
+@pytest.mark.parametrize("shift", [29, 32])
+@pytest.mark.parametrize("seed", [1, 2**62 + 12345, 0x3C6EF372FE94F82B])
+def test_texts_made_to_collide_do_not(seed: int, shift: int) -> None:
+    """Two words each, whose top bits cancel each other where a word is xored and multiplied."""
+    count = 2**14
+    words = np.arange(28, dtype=np.uint64) * np.uint64(0x0123456789ABCDEF) + np.zeros(
+        (count, 1), np.uint64
+    )
+    flips = (np.arange(count)[:, None] >> np.arange(14)) & 1
+    words[:, 0::2] ^= flips.astype(np.uint64) << np.uint64(63)
+    words[:, 1::2] ^= flips.astype(np.uint64) * np.uint64(2**63 | 2 ** (63 - shift))
+    data = np.ascontiguousarray(words).view(np.uint8).ravel()
+    starts = np.arange(count, dtype=np.int32) * 224
+    hashes = _hashes_of(data, starts, np.full(count, 224, np.int32), seed)
+    empty = np.zeros((2 * count, 2), np.uint64)
+    slots = {int(_slot_of(*pair, empty)) for pair in hashes.T}
+    of_keys = {hash_of(data.ctypes.data + int(at), 224, np.uint64(seed)) for at in starts}
+    # By chance 12,890 of 32,768 slots are in use.
+    assert len(slots) > 12_500
+    assert len({of & (2 * count - 1) for of in of_keys}) > 12_500
+    assert len(of_keys) == len(set(map(tuple, hashes.T.tolist()))) == count

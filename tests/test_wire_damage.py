@@ -177,3 +177,20 @@ def test_keys_that_are_equal_once_repaired_or_cut_are_one() -> None:
     (attributes,) = rows["attributes"].to_pylist()
     assert [(pair["key"], pair["int"]) for pair in attributes] == [("a\ufffd", 2)]
     assert (tally.repaired, tally.duplicate_keys) == (2, 2)
+
+
+def test_the_number_of_a_request_begins_anew() -> None:
+    """What was seen under the same number long ago is no duplicate."""
+    reader = SpanReader(64)
+    batch = SpanBatch(reader)
+    one = a_span(attribute(b"\x18\1", b"a"))
+    other = a_span(attribute(b"\x18\2", b"b") + attribute(b"\x18\3", b"b"))
+    batch.add(one, RECEIVED_NS)
+    number = reader.serial
+    reader.serial = 2**31 - 1
+    found = [batch.add(body, RECEIVED_NS)[1].duplicate_keys for body in (other, one, one)]
+    assert (found, number, reader.serial) == ([1, 0, 0], 1, 2)
+    assert [
+        [(pair["key"], pair["int"]) for pair in row]
+        for row in rows_of(batch)["attributes"].to_pylist()
+    ] == [[("a", 1)], [("b", 3)], [("a", 1)], [("a", 1)]]
