@@ -13,10 +13,12 @@ import numpy as np
 import polars as pl
 
 from perfledger.analyzers.client_view import ClientView, client_view
-from perfledger.analyzers.completeness import Completeness, completeness
+from perfledger.analyzers.completeness import Completeness, completeness, why_nothing
 from perfledger.analyzers.latency import Latency, latency
 from perfledger.analyzers.ledger import Selection
 from perfledger.schema.derive import rows_of, split_of, times_of
+from perfledger.schema.errors import NoDataError
+from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.stages import STAGE_COLUMNS, STAGE_NAMES, SUB_STAGE_COLUMNS
 
 BANDS: Mapping[str, tuple[int, int]] = {"p50": (45, 55), "p95": (95, 100), "p99": (99, 100)}
@@ -65,7 +67,7 @@ class Attribution:
 
 def attribute(selection: Selection) -> Attribution:
     """Attribute the time of the selected requests. Raises NoDataError where there are none."""
-    traces = selection.traces()
+    traces = _traces(selection)
     times = times_of(traces)
     split = split_of(traces, times)
     requests = rows_of(traces, times, split, received_ns=0)
@@ -89,10 +91,18 @@ def attribute(selection: Selection) -> Attribution:
 
 def attribute_requests(selection: Selection) -> tuple[pl.DataFrame, Completeness]:
     """Return only the rows, as of the table `requests`, and what is missing behind them."""
-    traces = selection.traces()
+    traces = _traces(selection)
     times = times_of(traces)
     requests = rows_of(traces, times, split_of(traces, times), received_ns=0)
     return requests, completeness(selection, traces, requests, now_ns=time.time_ns())
+
+
+def _traces(selection: Selection) -> RequestTraces:
+    """Return the requests with their spans. Raises NoDataError, which says what there is."""
+    try:
+        return selection.traces()
+    except NoDataError as error:
+        raise why_nothing(selection, error) from None
 
 
 def bands(requests: pl.DataFrame) -> dict[str, Band]:

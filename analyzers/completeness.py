@@ -9,8 +9,10 @@ import pyarrow as pa
 
 from perfledger.analyzers.ledger import Selection
 from perfledger.analyzers.telemetry_loss import lost_on_the_way
+from perfledger.schema.errors import NoDataError
 from perfledger.schema.intervals import Ints
 from perfledger.schema.partition_input import KIND
+from perfledger.schema.request_roots import is_request_root
 from perfledger.schema.request_traces import RequestTraces
 from perfledger.schema.span_ids import SpanIds, SpanIndex, may_be_repeated
 from perfledger.schema.stages import STAGE_COLUMNS, SUB_STAGE_COLUMNS
@@ -31,6 +33,10 @@ DEFINITIONS: Mapping[str, str] = {
     "unsettled": "requests whose row has other times than found now, within a minute of their end:"
     " the collector derives them again",
     "differing": "the same, later than that",
+    "kept_by_chance": "requests whose root tail sampling kept by chance",
+    "stand_for": "how many requests those stand for: the sum of 1 / kept_share of their roots",
+    "without_root": "rows of the table `requests` in this selection whose root span is not in the"
+    " store a minute after its end: sampled away, or deleted",
 }
 
 _IDS = ["trace_id", "span_id"]
@@ -58,6 +64,9 @@ class Completeness:
     not_derived: int
     unsettled: int
     differing: int
+    kept_by_chance: int
+    stand_for: int
+    without_root: int
 
     def losses(self) -> list[str]:
         """Return what was certainly lost or is in doubt, in words."""
@@ -72,6 +81,20 @@ class Completeness:
             found.append(f"{self.id_conflicts} span ids are carried by several different spans")
         if self.differing:
             found.append(f"{self.differing} stored requests differ from their spans (late spans?)")
+        return found + self._sampled()
+
+    def _sampled(self) -> list[str]:
+        found = []
+        if self.kept_by_chance:
+            found.append(
+                f"sampled: {self.kept_by_chance:,} of the {self.requests:,} requests here were kept"
+                f" by chance and stand for about {self.stand_for:,} (1 / kept_share each)"
+            )
+        if self.without_root:
+            found.append(
+                f"{self.without_root:,} more rows of the table `requests` in this selection have no"
+                " root span: sampled away, or deleted"
+            )
         return found
 
 
@@ -82,7 +105,8 @@ def completeness(
     `now_ns` is the wall time, by which late spans may still be under way."""
     ok = (requests["status"] == "ok").to_numpy()
     gaps, dropped = _gaps(selection, requests)
-    not_derived, unsettled, differing = _compare(selection, requests, now_ns)
+    not_derived, unsettled, differing, without_root = _compare(selection, requests, now_ns)
+    kept_by_chance, stand_for = _kept_by_chance(selection)
     first_ns, last_ns = requests["arrival_ns"].min(), requests["end_ns"].max()
     timed = pl.col("token_times_ns").list.len().fill_null(0)
     untimed = requests.filter(pl.Series(ok)).select(
@@ -101,7 +125,51 @@ def completeness(
         not_derived=not_derived,
         unsettled=unsettled,
         differing=differing,
+        kept_by_chance=kept_by_chance,
+        stand_for=stand_for,
+        without_root=without_root,
     )
+
+
+def why_nothing(selection: Selection, found: NoDataError) -> NoDataError:
+    """Return `found`, the error of a selection without request roots, or one that says more.
+
+    Rows of `requests` outlive the spans that sampling drops, and a foreign service may send server
+    spans that are no requests to us.
+    """
+    stored = selection.store.scan_as_received("requests", selection.since_ns)
+    if rows := _unique_ids(stored.filter(selection.of_arrival("arrival_ns"))):
+        return NoDataError(
+            f"no root span is left of the {rows:,} requests here: all were sampled away, or"
+            " deleted, or are not written yet",
+            where=found.where,
+            fix="read the table `requests`, which has them all; raise `share` of [sampling]",
+        )
+    ours = (pl.col("kind") == "server") & selection.of_arrival("start_ns")
+    if servers := _unique_ids(selection.spans().filter(ours)):
+        return NoDataError(
+            f"{servers:,} server spans are there that are not recognised as requests",
+            where=found.where,
+            fix="send gen_ai.operation.name or gen_ai.request.model on them, or name them chat or"
+            " text_completion; the `llm_request` spans of vLLM are not recognised yet",
+        )
+    return found
+
+
+def _unique_ids(rows: pl.LazyFrame) -> int:
+    return rows.select(_IDS).unique().select(pl.len()).collect().item()  # type: ignore[no-any-return]
+
+
+def _kept_by_chance(selection: Selection) -> tuple[int, int]:
+    """Return how many requests were kept by chance, and about how many they stand for."""
+    by_chance = pl.col("kept_share") < 1
+    # Without sampling this reads one empty column.
+    if not selection.spans().select(by_chance.any()).collect().item():
+        return 0, 0
+    roots = is_request_root() & selection.of_arrival("start_ns")
+    kept = selection.spans().filter(by_chance & roots).select(*_IDS, "kept_share").collect()
+    kept = kept.unique(_IDS)
+    return len(kept), round((1 / kept["kept_share"]).sum())
 
 
 def _missing_spans(traces: RequestTraces, requests: pl.DataFrame, ok: Ints) -> dict[str, int]:
@@ -156,18 +224,27 @@ def _times_repaired(selection: Selection, requests: pl.DataFrame) -> int:
     return int(ours.sum())
 
 
-def _compare(selection: Selection, requests: pl.DataFrame, now_ns: int) -> tuple[int, int, int]:
-    """Return how many of these requests have no stored row, and how many have a different one:
-    those whose row may yet be written again, and the others."""
+def _compare(
+    selection: Selection, requests: pl.DataFrame, now_ns: int
+) -> tuple[int, int, int, int]:
+    """Return how many of these requests have no stored row, how many have a different one (those
+    whose row may yet be written again, and the others), and how many stored rows are of no request
+    here though they are in the selection, a minute after their end."""
     stored = selection.store.scan_as_received("requests", selection.since_ns)
-    rows = stored.select(*_IDS, "version", "received_ns", *_TIMES).collect()
+    # The spans of younger ones may have come after they were read, or wait for tail sampling.
+    is_old = pl.col("end_ns") <= now_ns - _SETTLED_AFTER_NS
+    selected = (selection.of_arrival("arrival_ns") & is_old).fill_null(False).alias("selected")
+    rows = stored.select(*_IDS, "version", "received_ns", *_TIMES, selected).collect()
     if rows.select(_IDS).n_unique() < len(rows):
         rows = rows.sort("version", "received_ns").unique(_IDS, keep="last")
     index = SpanIndex(SpanIds.of(rows["trace_id"], rows["span_id"]))
     at = index.find(SpanIds.of(requests["trace_id"], requests["span_id"]))
     known = np.flatnonzero(at >= 0)
+    is_without = rows["selected"].to_numpy(writable=True)
+    is_without[at[known]] = False
+    without_root = int(is_without.sum())
     if not len(known):
-        return len(requests), 0, 0
+        return len(requests), 0, 0, without_root
     now = requests if len(known) == len(requests) else requests[known]
     at = at[known]
     differs = np.zeros(len(known), np.bool_)
@@ -175,4 +252,4 @@ def _compare(selection: Selection, requests: pl.DataFrame, now_ns: int) -> tuple
         differs |= rows[name].gather(at).ne_missing(now[name]).to_numpy()
     young = (now["end_ns"] > now_ns - _SETTLED_AFTER_NS).to_numpy()
     counts = int((differs & young).sum()), int((differs & ~young).sum())
-    return len(requests) - len(known), *counts
+    return len(requests) - len(known), *counts, without_root

@@ -32,8 +32,8 @@ are ranked by time from arrival to end: band p50 is the 45th to 55th percentile,
 requests, statuses, longest_of_requests, longest_by_status, bands, latency, client, completeness,
 losses and definitions.
 
-exit code 3: telemetry was lost, or stored rows differ from their spans; what was found is printed.
-exit code 4: no request matches."""
+exit code 3: telemetry was lost or sampled away, or stored rows differ from their spans; what was
+found is printed. exit code 4: no request matches, or all were sampled away."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from perfledger.output import print_table
 
 _EVERY_S = 2.0
-_SIGNAL_TABLES = ("spans", "points", "logs")
+_SIGNALS = ("spans", "points", "logs")
+# The first is the sum of the others.
+_FATES = ("received", "written", "rejected", "waiting", "deduplicated", "sampled_away")
+_MOST_GROUPED = 10**8  # longer numbers fit into 80 columns without commas only
 _DERIVED_TABLES = ("steps", "requests")
 
 Count = Callable[[], Counter[str]]
@@ -30,10 +33,17 @@ def print_counts(counts: Counter[str]) -> None:
     """Print what was received and what became of it, and whatever else is not 0."""
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    fates = ("received", "written", "rejected", "waiting")
-    rows = [[table, *(counts[f"{table}_{fate}"] for fate in fates)] for table in _SIGNAL_TABLES]
-    rows += [[table, None, counts[f"{table}_written"], None, None] for table in _DERIVED_TABLES]
-    print_table("", ["table", *fates], rows)
-    told = {f"{table}_{fate}" for table in (*_SIGNAL_TABLES, *_DERIVED_TABLES) for fate in fates}
+    rows: list[list[str | None]] = []
+    rows += [
+        [table, *(_number(counts[f"{table}_{fate}"]) for fate in _FATES)] for table in _SIGNALS
+    ]
+    for table in _DERIVED_TABLES:
+        rows.append([table, None, _number(counts[f"{table}_written"]), *[None] * (len(_FATES) - 2)])
+    print_table("", ["table", *(fate.replace("_", " ") for fate in _FATES)], rows)
+    told = {f"{table}_{fate}" for table in (*_SIGNALS, *_DERIVED_TABLES) for fate in _FATES}
     for name in sorted(counts.keys() - told):
         print(f"{name.replace('_', ' ')}: {counts[name]:,}")
+
+
+def _number(count: int) -> str:
+    return f"{count:,}" if count < _MOST_GROUPED else str(count)

@@ -8,16 +8,18 @@ All are safe while the store is written and read."""
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfledger.output import add_json, print_json, print_table
 from perfledger.progress import progress
-from perfledger.schema.errors import GateError, PartialInputError, UsageError
+from perfledger.schema.errors import GateError, NoDataError, PartialInputError, UsageError
 from perfledger.selection import add_store
 
 if TYPE_CHECKING:
-    from perfledger.collectors.upkeep.compaction import CompactionLimits
+    from perfledger.collectors.upkeep.compaction import Compaction, CompactionLimits
+    from perfledger.collectors.upkeep.retention import Hour
     from perfledger.schema.store import Store
     from perfledger.schema.store_snapshot import StoredFile
 
@@ -94,8 +96,23 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"no table {args.table!r}", fix=f"one of {', '.join(TABLES)}")
     tables = [args.table] if args.table else list(TABLES)
     action: Callable[[argparse.Namespace, Store, list[str]], None] = _ACTIONS[args.action]
-    action(args, Store.at(args.store, args.namespace), tables)
+    store = Store.at(args.store, args.namespace)
+    if not args.log_folder:  # a log may be there before anything is stored
+        _require_namespace(store)
+    action(args, store, tables)
     return 0
+
+
+def _require_namespace(store: "Store") -> None:
+    try:
+        there = store.place.folders()
+    except FileNotFoundError:
+        there = []
+    if store.namespace not in there:
+        fix = f"--namespace with one of: {', '.join(there)}" if there else "--store with another"
+        where = f"namespace {store.namespace}"
+        what = f"nothing is stored in {store.url}"
+        raise NoDataError(what, where=where, fix=fix)
 
 
 def _compact(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
@@ -107,45 +124,68 @@ def _compact(args: argparse.Namespace, store: "Store", tables: list[str]) -> Non
     others = ("races_lost", "hours_leased", "files_damaged")
     counts = {name: done.counts[name] for name in (*names, *others)}
     if args.json:
-        print_json({**counts, "damaged": done.damaged})
+        print_json({**counts, "damaged": done.damaged, "kept": done.kept})
     else:
         shown = [(_words(name), counts[name]) for name in names]
         shown += [(_words(name), counts[name]) for name in others if counts[name]]
         print_table(f"compacted {store.url}, namespace {store.namespace}", ("", "count"), shown)
+        _print_kept(done)
+    _require_undamaged(done)
+
+
+def _print_kept(done: "Compaction") -> None:
+    if done.kept:
+        print("\nkept, as what replaces them is missing or damaged:")
+        print("\n".join(f"  {where}" for where in done.kept))
+
+
+def _require_undamaged(done: "Compaction") -> None:
     if done.damaged:
+        kept = f"; {len(done.kept)} files that they replace are kept" if done.kept else ""
+        missing = " or missing" if done.kept else ""
         raise PartialInputError(
-            f"{len(done.damaged)} damaged files were left alone",
+            f"{len(done.damaged)} damaged{missing} files were left alone{kept}",
             where=done.damaged[0],
             fix="perfledger store verify",
         )
 
 
 def _retain(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
-    from perfledger.collectors.upkeep.compaction import clean
+    from perfledger.collectors.upkeep.compaction import Compaction, clean
     from perfledger.collectors.upkeep.retention import RetentionRule, drop, plan
 
     if args.max_age is None and args.max_size is None:
         raise UsageError("retain what?", fix="--max-age 30d, --max-size 10GiB, or both")
     hours = plan(store, RetentionRule(args.max_age, args.max_size), tables=tables)
-    deleted = 0
+    done = Compaction()
     if not args.dry_run:
         drop(store, hours)
-        deleted = clean(store, _limits(args), tables=tables)
+        done = clean(store, _limits(args), tables=tables)
     if args.json:
         told = [hour.__dict__ for hour in hours]
-        print_json({"dry_run": args.dry_run, "hours": told, "files_deleted": deleted})
-        return
-    done = "would be dropped" if args.dry_run else "dropped"
+        deleted = {"files_deleted": done.counts["files_deleted"]}
+        lost = {"damaged": done.damaged, "kept": done.kept}
+        print_json({"dry_run": args.dry_run, "hours": told, **deleted, **lost})
+    else:
+        _print_retained(args, store, hours, done)
+    _require_undamaged(done)
+
+
+def _print_retained(
+    args: argparse.Namespace, store: "Store", hours: "list[Hour]", done: "Compaction"
+) -> None:
+    verb = "would be dropped" if args.dry_run else "dropped"
     rows = [
         (f"{hour.table} {hour.hour}", hour.files, _bytes(hour.bytes), fate)
         for hour in hours
-        for fate in ["kept" if hour.kept_because else done]
+        for fate in ["kept" if hour.kept_because else verb]
     ]
     print_table(f"hours over the rule in {store.url}", ("hour", "files", "size", "fate"), rows)
     for hour in hours:
         if hour.kept_because:
             print(f"\n{hour.table} {hour.hour} is kept:\n  {hour.kept_because}")
-    print(f"\n{deleted:,} files deleted whose grace is over")
+    print(f"\n{done.counts['files_deleted']:,} files deleted whose grace is over")
+    _print_kept(done)
 
 
 def _verify(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
@@ -173,11 +213,26 @@ def _verify(args: argparse.Namespace, store: "Store", tables: list[str]) -> None
 def _stats(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
     found = {table: store.visible(table) for table in tables}
     with progress(sum(map(len, found.values())), "reading footers") as advance:
-        told = {table: _count(store, files, advance) for table, files in found.items() if files}
+        read = {table: _readable(store, files, advance) for table, files in found.items()}
+    told = {table: _count(files) for table, files in read.items() if files}
+    known = {file for files in read.values() for file in files}
+    lost = [file for files in found.values() for file in files if file not in known]
+    damaged = [store.place.address(file.key) for file in lost]
     namespaces = store.place.folders()
     if args.json:
-        print_json({"store": store.url, "namespaces": namespaces, "tables": told})
-        return
+        stored = {"store": store.url, "namespaces": namespaces}
+        print_json({**stored, "tables": told, "damaged": damaged})
+    else:
+        _print_stats(store, told, namespaces)
+    if damaged:
+        raise PartialInputError(
+            f"not counted, as missing or with a damaged footer: {len(damaged)}",
+            where=damaged[0],
+            fix="perfledger store verify tells what else is damaged",
+        )
+
+
+def _print_stats(store: "Store", told: dict[str, dict[str, int]], namespaces: list[str]) -> None:
     columns = ("table", "files", "rows", "size", "B a row", "oldest (UTC)", "newest (UTC)")
     rows = [
         (
@@ -195,25 +250,25 @@ def _stats(args: argparse.Namespace, store: "Store", tables: list[str]) -> None:
     print(f"\nnamespaces: {', '.join(namespaces) or 'none'}")
 
 
-def _count(
+def _readable(
     store: "Store", files: "list[StoredFile]", advance: Callable[..., None]
-) -> dict[str, int]:
+) -> "dict[StoredFile, int]":
+    """Return the rows of each file whose footer can be read."""
     import pyarrow as pa
 
-    rows = 0
+    rows: dict[StoredFile, int] = {}
     for file in files:
-        try:
-            rows += store.footer(file).num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise PartialInputError(
-                "cannot read the footer of a file",
-                where=store.place.address(file.key),
-                fix="perfledger store verify tells what else is damaged",
-            ) from error
+        with suppress(pa.ArrowException, OSError):
+            rows[file] = store.footer(file).num_rows
         advance()
-    size = sum(file.bytes for file in files)
-    stamps = {"oldest_ns": files[0].written_ns, "newest_ns": files[-1].written_ns}
-    return {"files": len(files), "rows": rows, "bytes": size, **stamps}
+    return rows
+
+
+def _count(rows: "dict[StoredFile, int]") -> dict[str, int]:
+    written = [file.written_ns for file in rows]
+    size = sum(file.bytes for file in rows)
+    stamps = {"oldest_ns": min(written), "newest_ns": max(written)}
+    return {"files": len(rows), "rows": sum(rows.values()), "bytes": size, **stamps}
 
 
 def _limits(args: argparse.Namespace) -> "CompactionLimits":

@@ -26,6 +26,7 @@ from perfledger.collectors.otlp_rows import Outcome, Signal
 from perfledger.collectors.segments import OpenSegment
 from perfledger.collectors.settling import SettleLimits, Settling
 from perfledger.collectors.storing import Prepared, Sampler, Storing
+from perfledger.collectors.transport.collector_metrics import DISK_LOW, MEMORY_FULL
 from perfledger.collectors.transport.otlp_receiver import (
     DEFAULT_MAX_REQUEST_BYTES,
     Refusal,
@@ -121,10 +122,16 @@ class Collector:
         under_way = 0 if preparing is None else preparing.held_bytes
         return self._ingest.held_bytes + under_way + prepared + self._reserved_bytes
 
+    def refusing(self) -> str:
+        """Return why every request is refused at this moment, or ""."""
+        if self._is_disk_low:
+            return DISK_LOW
+        return MEMORY_FULL if self.held_bytes >= self._limits.buffer_bytes else ""
+
     def check_room(self) -> None:
         """Raise `overloaded()` while memory, or the disk, is full."""
-        if self._is_disk_low or self.held_bytes >= self._limits.buffer_bytes:
-            raise overloaded()
+        if reason := self.refusing():
+            raise overloaded("log's disk") if reason == DISK_LOW else overloaded()
 
     def reserve(self, size_bytes: int) -> None:
         """Count bytes of a request as held; one request may go over the buffer's limit."""
@@ -231,9 +238,19 @@ class Collector:
         except OSError:
             free_bytes = -1
         is_low = free_bytes < self._limits.low_water_bytes
-        if is_low and not self._is_disk_low:
-            log.error("the log's disk is almost full, requests are refused")
+        if is_low != self._is_disk_low:
+            self._say_disk(free_bytes, is_low=is_low)
         self._is_disk_low = is_low
+
+    def _say_disk(self, free_bytes: int, *, is_low: bool) -> None:
+        free = f"{free_bytes // 2**20:,} MiB free" if free_bytes >= 0 else "unknown free space"
+        told = (self._log_folder, free, self._limits.low_water_bytes // 2**20)
+        if is_low:
+            log.error("requests are refused: the disk of %s has %s, --low-water-mib is %d", *told)
+        else:
+            log.warning(
+                "requests are taken again: the disk of %s has %s (--low-water-mib %d)", *told
+            )
 
     async def _store_due(self, *, everything: bool = False) -> bool:
         """Store the segments that are due, in their order; return whether all went well."""

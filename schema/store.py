@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from perfledger.schema.columns import Table
 from perfledger.schema.errors import NoDataError, PartialInputError, UsageError
-from perfledger.schema.store_damage import explain, require_whole
+from perfledger.schema.store_damage import explain, missing_file, require_whole
 from perfledger.schema.store_files import as_declared, encode, sort_order
 from perfledger.schema.store_index import TraceIndex
 from perfledger.schema.store_places import LocalPlace, Place, place_at
@@ -108,9 +108,12 @@ class Store:
         return self._snapshots.take(table, since_ns)
 
     def visible(self, table: str, since_ns: int = 0) -> list[StoredFile]:
-        """Return the files that count and were written at or after a wall time, oldest first."""
-        files = self.snapshot(table, since_ns).visible
-        return [file for file in files if file.written_ns >= since_ns]
+        """Return the files that count and were written at or after a wall time, oldest first.
+
+        For a merged file that is missing stand those it was made of, as long as they are there.
+        """
+        files, missing = self._listed(table, since_ns)
+        return sorted((*files, *missing), key=lambda file: (file.written_ns, file.name))
 
     def files(self, table: str, since_ns: int = 0) -> list[Path]:
         """Return `visible` as paths, which can be opened where the store is a folder."""
@@ -126,14 +129,15 @@ class Store:
         """Return the rows of `files(table, since_ns)`, duplicates dropped, or no rows.
 
         The files are those of this moment, and stay for 15 minutes after they are merged: collect
-        within that time, or with `collect`.
+        within that time, or with `collect`. Raises PartialInputError that names a file which is
+        missing or cut off.
         """
         rows = self.scan_as_received(table, since_ns)
         return _newest_version(rows) if table == REQUESTS.name else _once(rows, TABLES[table])
 
     def scan_as_received(self, table: str, since_ns: int = 0) -> pl.LazyFrame:
         """Return `scan` with re-sent rows and old versions: faster, where these do no harm."""
-        files = self.visible(table, since_ns)
+        files = self._present(table, since_ns)
         if not files:
             return empty_frame(TABLES[table])
         require_whole(self.place, files)
@@ -163,7 +167,7 @@ class Store:
         What is in `encoded` stays as Parquet's dictionaries: cheap where values repeat. Raises
         PartialInputError that names a damaged file, or says that files went meanwhile.
         """
-        for stored in self.visible(table, since_ns):
+        for stored in self._present(table, since_ns):
             try:
                 with self.place.open(stored.key) as source:
                     rows = _read_columns(source, columns, encoded)
@@ -192,6 +196,30 @@ class Store:
             )
         return self.scan(table)
 
+    def _listed(self, table: str, since_ns: int) -> tuple[list[StoredFile], list[StoredFile]]:
+        """Return the files that count, and the merged ones that are missing."""
+        snapshot = self.snapshot(table, since_ns)
+        gone = [file for file in snapshot.unlisted() if not self.place.exists(file.key)]
+        files = [file for file in snapshot.visible if file not in gone]
+        missing = []
+        for file in gone:
+            sources = snapshot.sources_of(file)
+            files += sources
+            missing += [] if sources else [file]
+        files.sort(key=lambda file: (file.written_ns, file.name))
+        return (
+            [file for file in files if file.written_ns >= since_ns],
+            [file for file in missing if file.written_ns >= since_ns],
+        )
+
+    def _present(self, table: str, since_ns: int = 0) -> list[StoredFile]:
+        """Return `visible`; raises PartialInputError where one is missing, not merged meanwhile."""
+        for _ in range(_RETRIES):
+            files, missing = self._listed(table, since_ns)
+            if not missing:
+                return files
+        raise missing_file(self.place, missing[0])
+
     def _scan(
         self, table: str, files: Sequence[StoredFile], *, is_search: bool = False
     ) -> pl.LazyFrame:
@@ -212,7 +240,7 @@ class Store:
     def _trace(self, trace_id: bytes) -> pl.DataFrame:
         found = [
             self._scan(SPANS.name, [file], is_search=True).slice(*rows)
-            for file in self.visible(SPANS.name)
+            for file in self._present(SPANS.name)
             if (rows := self._rows_of(trace_id, file))
         ]
         if not found:

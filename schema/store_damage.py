@@ -61,5 +61,14 @@ def explain(place: Place, files: Sequence[StoredFile], table: Table) -> PartialI
     return None
 
 
+def missing_file(place: Place, file: StoredFile) -> PartialInputError:
+    """Return the error for a merged file that a marker names and that is not there."""
+    return PartialInputError(
+        "missing file: it is not there, but its marker is",
+        where=place.address(file.key),
+        fix="put it back from a copy; `perfledger store verify` lists every one",
+    )
+
+
 def _damage(place: Place, file: StoredFile, problem: str) -> PartialInputError:
     return PartialInputError(f"damaged file: {problem}", where=place.address(file.key), fix=_FIX)

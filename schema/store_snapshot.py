@@ -92,6 +92,56 @@ class Snapshot:
         """Return the generation that the next marker of an hour has."""
         return 1 + max((m.generation for m in self.markers if m.hour == hour), default=0)
 
+    def unlisted(self) -> list[StoredFile]:
+        """Return merged files that count and were not listed: made meanwhile, or missing."""
+        listed = {file.key for file in self.found}
+        return [file for file in self.visible if file.key not in listed]
+
+    def sources_of(self, file: StoredFile) -> list[StoredFile]:
+        """Return the files that a merged one was made of, or none if they are not all there."""
+        wanted = {
+            name
+            for marker in self.markers
+            if (marker.hour, marker.file) == (file.hour, file.name)
+            for name in marker.replaces
+        }
+        there = [one for one in self.found if one.hour == file.hour and one.name in wanted]
+        return there if len(there) == len(wanted) else []
+
+    def replacements(self) -> dict[tuple[str, str], Marker]:
+        """Return for the hour and name of each replaced file which marker's file has its rows."""
+        ordered = sorted(self.markers, key=lambda marker: -marker.generation)
+        last: dict[tuple[str, str], Marker] = {}
+        for marker in ordered:  # what replaced its file, if anything, came before it here
+            now = last.get((marker.hour, marker.file), marker)
+            last.update(dict.fromkeys([(marker.hour, name) for name in marker.replaces], now))
+        return last
+
+    def unnamed(self) -> list[StoredFile]:
+        """Return the merged files that no marker names, of hours that are not dropped."""
+        named = {(marker.hour, marker.file) for marker in self.markers}
+        dropped = self.dropped_hours
+        return [
+            file
+            for file in self.found
+            if file.generation and (file.hour, file.name) not in named and file.hour not in dropped
+        ]
+
+    def is_spare(self, file: StoredFile) -> bool:
+        """Return whether the rows of an unnamed merged file count without it.
+
+        Its name has the time of its newest source. Of a compactor that was killed or lost a race
+        this is still there or in a marker; where the marker was lost, it is neither.
+        """
+        counted = {one.written_ns for one in self.visible if one.hour == file.hour}
+        replaced = {
+            int(name.partition("-")[0])
+            for marker in self.markers
+            if marker.hour == file.hour
+            for name in marker.replaces
+        }
+        return file.written_ns in counted | replaced
+
     @property
     def dropped_hours(self) -> frozenset[str]:
         return frozenset(marker.hour for marker in self.markers if marker.dropped)

@@ -87,12 +87,12 @@ def grpc_refusal(error: grpc.RpcError) -> tuple[grpc.StatusCode, list[str], floa
 
 
 def printed_counts(log: Path) -> dict[str, list[int]]:
-    """Read the table that a collector prints at its end: received, written, rejected, waiting."""
+    """Read received, written, rejected, waiting of the table that a collector prints last."""
     counts = {}
     for line in log.read_text().splitlines():
         name, *cells = line.split() or [""]
-        if name in ("spans", "points", "logs") and len(cells) == 4:
-            counts[name] = [int(cell.replace(",", "")) for cell in cells]
+        if name in ("spans", "points", "logs") and len(cells) == 6:
+            counts[name] = [int(cell.replace(",", "")) for cell in cells[:4]]
     return counts
 
 

@@ -179,6 +179,9 @@ def test_attribution_of_a_small_store(store: Path) -> None:
         "not_derived": 0,
         "unsettled": 0,
         "differing": 0,
+        "kept_by_chance": 0,
+        "stand_for": 0,
+        "without_root": 0,
     }
     assert found.completeness.losses() == []
 
@@ -370,6 +373,9 @@ def test_loss_is_counted(tmp_path: Path) -> None:
         "not_derived": 0,
         "unsettled": 0,
         "differing": 1,
+        "kept_by_chance": 0,
+        "stand_for": 0,
+        "without_root": 0,
     }
     assert found.losses() == [
         "7 telemetry records dropped in 1 gaps",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -138,3 +139,8 @@ def test_it_starts_on_a_full_disk_with_a_log_and_stores_it_once_there_is_room(
         ballast.unlink()
         wait_until(lambda: post(collector.http_port, same_spans(101))[0] == 200)
     assert span_numbers(Store.at(str(collector.store))) == list(range(1, 102))
+    lines = [line for line in collector.log.read_text().splitlines() if "requests are" in line]
+    disk = rf"the disk of {re.escape(str(collector.store))}/default/wal has \d+ MiB free"
+    assert len(lines) == 2
+    assert re.search(rf"requests are refused: {disk}, --low-water-mib is 8$", lines[0])
+    assert re.search(rf"requests are taken again: {disk} \(--low-water-mib 8\)$", lines[1])

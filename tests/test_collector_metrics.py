@@ -17,6 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from serving_in_thread import serving
 
+from perfledger.collectors.collecting import CollectLimits
 from perfledger.collectors.transport.collector_metrics import (
     BEHIND_S,
     PREFIX,
@@ -40,6 +41,7 @@ class Told:
     names: Counter[str]
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     lag: float = 0.0
+    reason: str = ""
 
     def counts(self) -> Counter[str]:
         return self.names
@@ -49,6 +51,9 @@ class Told:
 
     def lag_s(self) -> float:
         return self.lag
+
+    def refusing(self) -> str:
+        return self.reason
 
 
 PROD = Told(
@@ -136,7 +141,44 @@ def test_what_belongs_to_no_namespace_is_told_too() -> None:
 def test_health_is_progress() -> None:
     fine, stuck = (Reading(Counter(), {}, lag) for lag in (0.25, BEHIND_S + 1))
     assert health({"a": fine}) == {"status": "ok", "namespaces": {"a": {"lag_s": 0.25}}}
-    assert health({"a": fine, "b": stuck})["status"] == "behind"
+    assert health({"a": fine, "b": stuck}) == {
+        "status": "behind",
+        "namespaces": {"a": {"lag_s": 0.25}, "b": {"lag_s": BEHIND_S + 1, "reason": "behind"}},
+    }
+    full = read(Told(Counter(), lag=BEHIND_S + 1, reason="memory full"))
+    low = read(Told(Counter(), reason="disk low"))
+    assert health({"a": fine, "b": stuck, "c": full})["status"] == "memory full"
+    assert health({"a": low, "b": full}) == {
+        "status": "disk low",
+        "namespaces": {
+            "a": {"lag_s": 0.0, "reason": "disk low"},
+            "b": {"lag_s": BEHIND_S + 1, "reason": "memory full"},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "said"),
+    [
+        (CollectLimits(low_water_bytes=2**62), "disk low", "the collector's log's disk is full"),
+        (CollectLimits(buffer_bytes=0), "memory full", "the collector's buffer is full"),
+    ],
+)
+def test_health_is_not_ok_while_every_request_is_refused(
+    tmp_path: Path, limits: CollectLimits, reason: str, said: str
+) -> None:
+    with serving(tmp_path, limits) as bound:
+        status, _, refusal = post(bound.http.port, traces(span(1)))
+        assert status == 503 and said.encode() in refusal
+        status, _, content = post(bound.metrics.port, b"", {}, "/health", "GET")
+        found = json.loads(content)
+        assert (status, found["status"]) == (503, reason)
+        assert found["namespaces"]["default"]["reason"] == reason
+        text = post(bound.metrics.port, b"", {}, "/metrics", "GET")[2].decode()
+    families = list(parse_text(text))
+    for one in ("disk low", "memory full"):
+        wanted = {"namespace": "default", "reason": one}
+        assert value(families, "refusing", **wanted) == (one == reason)
 
 
 def test_a_running_collector_shows_what_it_did(tmp_path: Path, start_collector: Start) -> None:

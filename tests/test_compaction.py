@@ -205,7 +205,7 @@ def test_without_its_marker_a_merged_file_does_not_count(tmp_path: Path) -> None
     """What a compactor leaves that dies just before its commit, and just after another's."""
     store = Store(tmp_path)
     source = write(store, 1)
-    orphan = source.with_name(f"{time.time_ns()}-feed-1.parquet")
+    orphan = source.with_name(f"{source.name.partition('-')[0]}-feed-1.parquet")
     orphan.write_bytes(source.read_bytes())
     assert numbers(store) == [1]
     compact(store, AT_ONCE)
@@ -214,6 +214,63 @@ def test_without_its_marker_a_merged_file_does_not_count(tmp_path: Path) -> None
     compact(store, AT_ONCE)  # takes generation 1
     assert numbers(store) == [1, 2]
     assert not orphan.exists()
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "other rows"])
+def test_sources_stay_unless_what_replaces_them_is_whole(tmp_path: Path, harm: str) -> None:
+    store = Store(tmp_path)
+    sources = [write(store, number, number + 10) for number in range(3)]
+    compact(store, NOW)
+    (merged,) = store.files("spans")
+    content = bytearray(merged.read_bytes())
+    if harm == "missing":
+        merged.unlink()
+    elif harm == "cut":
+        merged.write_bytes(content[:-40])
+    elif harm == "flipped":
+        content[200] ^= 1
+        merged.write_bytes(content)
+    else:
+        merged.write_bytes(sources[0].read_bytes())
+    done = compact(store, AT_ONCE)
+    assert (done.damaged, done.kept) == ([str(merged)], [str(path) for path in sources])
+    assert done.counts["files_deleted"] == 0 and all(path.exists() for path in sources)
+    if harm == "missing":
+        assert numbers(store) == [0, 1, 2, 10, 11, 12]
+        assert numbers(Store(tmp_path)) == [0, 1, 2, 10, 11, 12]
+    write(store, 5), write(store, 6)
+    assert compact(store, NOW).counts["files_made"] == 1
+
+
+def test_sources_go_once_what_replaced_their_replacement_is_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = write(store, 1), write(store, 2)
+    compact(store, NOW)
+    write(store, 3), write(store, 4)
+    compact(store, NOW)
+    (middle,) = tmp_path.glob("default/spans/*/*-1.parquet")
+    middle.unlink()
+    (last,) = store.files("spans")
+    content = last.read_bytes()
+    last.write_bytes(content[:-40])
+    assert compact(store, AT_ONCE).kept and all(path.exists() for path in first)
+    last.write_bytes(content)
+    assert compact(store, AT_ONCE).counts == {"files_deleted": 4}
+    assert numbers(store) == [1, 2, 3, 4]
+
+
+def test_a_merged_file_whose_marker_was_lost_is_never_deleted(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    write(store, 1), write(store, 2)
+    compact(store, AT_ONCE), compact(store, AT_ONCE)
+    (merged,) = store.files("spans")
+    (marker,) = tmp_path.glob("default/markers/spans/*.json")
+    content = marker.read_bytes()
+    marker.unlink()
+    write(store, 3), write(store, 4)
+    compact(store, AT_ONCE), compact(store, AT_ONCE)  # takes generation 1 again
+    assert merged.exists() and numbers(store) == [3, 4]
+    assert marker.read_bytes() != content
 
 
 def test_two_markers_never_have_one_generation(tmp_path: Path) -> None:

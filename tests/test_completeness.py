@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from perfledger import analyzers
@@ -108,3 +109,63 @@ def test_a_completion_of_token_ids_misses_no_tokenize(tmp_path: Path) -> None:
     missing = found(store)["missing_spans"]
     assert isinstance(missing, dict)
     assert (missing["tokenize"], missing["queue"]) == (1, 2)
+
+
+def stored_requests(store: Store, *rows: dict[str, object]) -> None:
+    spans = pl.DataFrame(SPANS.from_rows(list(rows)))
+    derived = request_rows(spans, step_rows(spans, 0), received_ns=OLD_NS)
+    store.write("requests", derived.to_arrow().cast(REQUESTS.arrow()))
+
+
+def test_a_sampled_store_says_what_its_requests_stand_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.at(str(tmp_path))
+    kept = [root(1, OLD_NS), *(root(n, OLD_NS + n, kept_share=0.1) for n in (2, 3))]
+    queue = {"span_id": b"q" * 8, "name": "queue", "kind": "internal"}
+    store.write("spans", SPANS.from_rows([*kept, root(2, OLD_NS, kept_share=0.1, **queue)]))
+    away = [root(n, OLD_NS + n) for n in range(4, 24)]
+    young = root(30, time.time_ns() - 5 * SECOND)
+    others = [root(40, OLD_NS - SECOND), root(41, OLD_NS + 1, run_id="s"), young]
+    stored_requests(store, *kept, *away, *others)
+    selection = analyzers.open(str(tmp_path)).where(run="r", from_ns=OLD_NS)
+    losses = attribute(selection).completeness.losses()
+    assert losses == [
+        "sampled: 2 of the 3 requests here were kept by chance and stand for about 20"
+        " (1 / kept_share each)",
+        "20 more rows of the table `requests` in this selection have no root span: sampled away,"
+        " or deleted",
+    ]
+    chosen = ["attribute", "--store", str(tmp_path), "--run", "r"]
+    assert main(chosen) == 3
+    assert "missing: sampled: 2 of the 3 requests" in capsys.readouterr().out
+    assert main([*chosen, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["losses"][0] == losses[0]
+
+
+def test_a_store_whose_requests_are_all_sampled_away_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.at(str(tmp_path))
+    work = root(9, OLD_NS, name="work", operation=None)
+    store.write("spans", SPANS.from_rows([work]))
+    stored_requests(store, *(root(n, OLD_NS) for n in (1, 2, 3)))
+    assert main(["attribute", "--store", str(tmp_path)]) == 4
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no root span is left of the 3 requests here: all were sampled away" in printed.err
+
+
+def test_server_spans_that_are_no_requests_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.at(str(tmp_path))
+    foreign = [root(n, OLD_NS, name="llm_request", operation=None) for n in (1, 2, 2)]
+    store.write("spans", SPANS.from_rows([*foreign, root(3, OLD_NS, kind="client")]))
+    for more in ([], ["--per-request"]):
+        assert main(["attribute", "--store", str(tmp_path), *more]) == 4
+        printed = capsys.readouterr()
+        said = "2 server spans are there that are not recognised as requests"
+        assert printed.out == "" and said in printed.err
+    assert main(["attribute", "--store", str(tmp_path), "--run", "other"]) == 4
+    assert "no request matches" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """verify: whatever is done to a file is found, and nothing is found in a store as it should be."""
 
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -151,6 +152,29 @@ def test_a_merged_file_that_is_gone_and_a_damaged_marker(tmp_path: Path) -> None
     marker.write_text("{}")
     (problem,) = check_store(Store(tmp_path)).problems
     assert marker.name in problem.what
+
+
+def test_a_merged_file_whose_marker_is_missing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    write(store, rows(1)), write(store, rows(1, 1))
+    compact(store, CompactionLimits(min_age_s=0, unfinished_files=2, lease_s=0))
+    (merged,) = store.files("spans")
+    (marker,) = tmp_path.glob("default/markers/spans/*.json")
+    content = marker.read_bytes()
+    marker.unlink()
+    assert problems(store) == []  # a compactor may be about to create it
+    assert check_store(store).counts["files_unseen"] == 1
+    long_ago_s = time.time() - 3600
+    os.utime(merged, (long_ago_s, long_ago_s))
+    what = "its marker is missing; its rows count from the files it replaces"
+    assert problems(store) == [(merged.name, what)]
+    marker.write_bytes(content)
+    compact(store, AT_ONCE)
+    assert problems(store) == []
+    marker.unlink()
+    os.utime(merged)
+    what = "its marker is missing, and its rows do not count: put it back from a copy"
+    assert problems(store) == [(merged.name, what)]
 
 
 def test_the_write_ahead_log_is_read_and_left_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perfledger import store_command
-from perfledger.schema.errors import GateError, PartialInputError, UsageError
+from perfledger.schema.errors import GateError, NoDataError, PartialInputError, UsageError
 from perfledger.schema.store import Store
 from perfledger.schema.tables import SPANS
 
@@ -49,11 +49,57 @@ def test_stats(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
         "store": str(store.root),
         "namespaces": ["default", "other"],
         "tables": {"spans": {"files": 4, "rows": 4, "bytes": size, **stamps}},
+        "damaged": [],
     }
     assert run("stats", "--store", store.root) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[1:])) <= 80
     assert lines[-1] == "namespaces: default, other"
+
+
+def test_stats_of_what_can_be_read(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = store.files("spans")[1]
+    cut.write_bytes(cut.read_bytes()[:-40])
+    with pytest.raises(PartialInputError, match=f"not counted.* 1 .*{cut.name}"):
+        run("stats", "--store", store.root, "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["damaged"], told["tables"]["spans"]["rows"]) == ([str(cut)], 3)
+    with pytest.raises(PartialInputError, match=cut.name):
+        run("stats", "--store", store.root)
+    assert "namespaces: default" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["stats", "verify", "compact"])
+def test_what_is_not_there_is_no_empty_answer(action: str, store: Store) -> None:
+    with pytest.raises(NoDataError, match="--namespace with one of: default"):
+        run(action, "--store", store.root, "--namespace", "other")
+    with pytest.raises(NoDataError, match="nothing is stored in .*/none"):
+        run(action, "--store", store.root / "none")
+    Store(store.root, "empty").prepare()
+    assert run(action, "--store", store.root, "--namespace", "empty") == 0
+
+
+def test_files_whose_replacement_is_missing_stay(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = store.files("spans")
+    assert run("compact", "--store", store.root, "--min-age", "0") == 0
+    (merged,) = store.files("spans")
+    merged.unlink()
+    capsys.readouterr()
+    told = f"1 damaged or missing files were left alone; 4 files.*{merged.name}"
+    rules = {"compact": (), "retain": ("--max-age", "30d")}
+    for action, rule in rules.items():
+        with pytest.raises(PartialInputError, match=told):
+            run(action, "--store", store.root, "--grace", "0s", *rule)
+        shown = capsys.readouterr().out
+        assert all(path.exists() and str(path) in shown for path in sources)
+    with pytest.raises(PartialInputError):
+        run("compact", "--store", store.root, "--grace", "0s", "--json")
+    answered = json.loads(capsys.readouterr().out)
+    assert answered["kept"] == [str(path) for path in sources]
+    assert answered["damaged"] == [str(merged)]
+    assert sorted(store.scan("spans").collect()["start_ns"]) == [0, 1, 2, 3]
 
 
 def test_compact(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Reading the store: traces by their id, files of older versions, and files that are damaged."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -108,6 +109,25 @@ def test_the_index_keeps_to_its_memory(tmp_path: Path) -> None:
         assert index.of(file.key, lambda key=file.key: open_file(key)).words.size == 1
     read = [files.index(next(one for one in files if one.key == key)) for key in opened]
     assert read == [0, 1, 2, 3, 0]
+
+
+def test_a_merged_file_that_is_missing_is_named_by_every_reader(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for span in range(2):
+        store.write("spans", SPANS.from_rows([row(b"t" * 16, span)]))
+    compact(store, AT_ONCE), compact(store, AT_ONCE)
+    (merged,) = store.files("spans")
+    merged.unlink()
+    readers: list[Callable[[], object]] = [
+        lambda: store.scan("spans"),
+        lambda: store.require("spans"),
+        lambda: store.collect("spans"),
+        lambda: store.trace(b"t" * 16),
+        lambda: list(store.read_as_received("spans", ["name"], ())),
+    ]
+    for read in readers:
+        with pytest.raises(PartialInputError, match=merged.name):
+            read()
 
 
 def older(rows: pa.Table) -> pa.Table:

@@ -323,6 +323,25 @@ def test_the_table_in_toml() -> None:
     assert SamplingPolicy.from_toml({}) == SamplingPolicy()
 
 
+def test_a_slow_stage_that_no_span_of_ours_is_named_after_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("prefill", "queue", "mixed_step", "chat"):
+        SamplingPolicy.from_toml({"slow_stages_ms": {name: 200}})
+    assert caplog.messages == []
+    policy = SamplingPolicy.from_toml(
+        {"slow_stages_ms": {"prefil": 200, "queue": 9, "host_gap": 1}}
+    )
+    assert [name for name, _ in policy.slow_stages_ns] == ["prefil", "queue", "host_gap"]
+    (said,) = caplog.messages
+    assert said.startswith("[sampling.slow_stages_ms]: prefil, host_gap: no span of Perfledger")
+    assert said.endswith(
+        "known are sample, prefill, decode, encode, adapter_load, kv_transfer, context, queue,"
+        " route, template, tokenize, stream, detokenize, chat, decode_step, mixed_step,"
+        " prefill_step, text_completion"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

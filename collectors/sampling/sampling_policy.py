@@ -14,16 +14,26 @@ A trace with an error is always kept, and so is the trace of an engine's steps: 
 steps, and without them no request could be explained.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from perfledger.collectors.settings_table import SettingsTable
+from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
+from perfledger.schema.stages import STAGE_NAMES
+
+log = logging.getLogger("perfledger.collect")
 
 # OpenTelemetry, "Probability sampling": the last 56 bits of a trace id are its randomness.
 RANDOMNESS_BITS = 56
 _LONGEST_MS = 7 * 24 * 3600 * 1e3
 _SETTING_NAME = "sampling"
+# Names of spans; these two stages are what is left between spans.
+_KNOWN_SPANS = (
+    *(name for name in STAGE_NAMES if name not in ("host_gap", "unattributed")),
+    *sorted(REQUEST_ROOTS | STEP_NAMES),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,18 @@ class SamplingPolicy:
             remembered_traces=table.integer("remembered_traces", 1_000_000, 1000, 100_000_000),
         )
         table.end()
+        policy.warn_of_unknown_spans()
         return policy
+
+    def warn_of_unknown_spans(self) -> None:
+        """Log names in `slow_stages_ms` that are not ours: a mistake, or of another service."""
+        unknown = [name for name, _ in self.slow_stages_ns if name not in _KNOWN_SPANS]
+        if unknown:
+            log.warning(
+                "[%s.slow_stages_ms]: %s: no span of Perfledger has such a name, so only another"
+                " service's can match; known are %s",
+                *(_SETTING_NAME, ", ".join(unknown), ", ".join(_KNOWN_SPANS)),
+            )
 
 
 def _ns(milliseconds: float | None) -> int | None:

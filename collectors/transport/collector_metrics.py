@@ -59,6 +59,9 @@ FATES = {
 REJECTED = _counter("items_rejected", f"{_ITEMS} that can never be stored, by reason")
 REFUSED = _counter("requests_refused", "Requests refused as a whole, by HTTP status")
 LAG = Family("lag_seconds", "gauge", "Age of the oldest acknowledged item that is not in a file")
+REFUSING = Family("refusing", "gauge", "1 while every request is refused, by reason")
+DISK_LOW, MEMORY_FULL = "disk low", "memory full"
+REASONS = (DISK_LOW, MEMORY_FULL)
 OTHER = _counter("events", "What else was counted, by name")
 # Counts of one namespace, by their name in `Collector.counts()`.
 COUNTS = {
@@ -76,7 +79,7 @@ COUNTS = {
     "log_quarantined_bytes": _counter("log_quarantined_bytes", "Damaged log set aside"),
     "log_replayed_requests": _counter("log_replayed_requests", "Requests read again at a start"),
 }
-_ORDER = (*FATES.values(), REJECTED, REFUSED, LAG, *COUNTS.values(), OTHER)
+_ORDER = (*FATES.values(), REJECTED, REFUSED, REFUSING, LAG, *COUNTS.values(), OTHER)
 
 
 class Counted(Protocol):
@@ -95,6 +98,9 @@ class Measured(Counted, Protocol):
     def lag_s(self) -> float:
         """Return the age of the oldest acknowledged item that is not in a file."""
 
+    def refusing(self) -> str:
+        """Return why every request is refused now: one of REASONS, or ""."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -103,6 +109,12 @@ class Reading:
     counts: Counter[str]
     rejected: Mapping[tuple[str, str], int]
     lag_s: float
+    refusing: str = ""
+
+    @property
+    def trouble(self) -> str:
+        """Return what is wrong, in a word or two, or ""."""
+        return self.refusing or ("behind" if self.lag_s > BEHIND_S else "")
 
 
 def read(collector: Measured) -> Reading:
@@ -110,7 +122,7 @@ def read(collector: Measured) -> Reading:
     while True:
         rejected, counts = collector.rejected_by_reason(), collector.counts()
         if rejected == collector.rejected_by_reason():
-            return Reading(counts, rejected, collector.lag_s())
+            return Reading(counts, rejected, collector.lag_s(), collector.refusing())
 
 
 def samples(readings: Mapping[str, Reading], strangers: Counter[str]) -> Iterator[Sample]:
@@ -118,6 +130,8 @@ def samples(readings: Mapping[str, Reading], strangers: Counter[str]) -> Iterato
     for namespace, reading in readings.items():
         labels = {"namespace": namespace}
         yield LAG, labels, reading.lag_s
+        for reason in REASONS:
+            yield REFUSING, {**labels, "reason": reason}, int(reading.refusing == reason)
         yield from _of_signals(reading, labels)
         for name, family in COUNTS.items():
             yield family, labels, reading.counts[name]
@@ -179,10 +193,16 @@ def _escaped(text: str) -> str:
 
 
 def health(readings: Mapping[str, Reading]) -> dict[str, object]:
-    """Return the status, "ok" or "behind", and each namespace's lag in seconds."""
-    behind = any(reading.lag_s > BEHIND_S for reading in readings.values())
-    lags = {name: {"lag_s": round(reading.lag_s, 3)} for name, reading in readings.items()}
-    return {"status": "behind" if behind else "ok", "namespaces": lags}
+    """Return the status, "ok" or the first of REASONS or "behind" that holds anywhere, and for each
+    namespace its lag in seconds, with the reason where it is not ok."""
+    found = {reading.trouble for reading in readings.values()}
+    status = next((reason for reason in (*REASONS, "behind") if reason in found), "ok")
+    namespaces: dict[str, dict[str, object]] = {}
+    for name, reading in readings.items():
+        namespaces[name] = {"lag_s": round(reading.lag_s, 3)}
+        if reading.trouble:
+            namespaces[name]["reason"] = reading.trouble
+    return {"status": status, "namespaces": namespaces}
 
 
 def metrics_app(collectors: Mapping[str, Measured], strangers: Counted) -> Application:

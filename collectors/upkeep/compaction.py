@@ -6,8 +6,9 @@ hour: of several compactors, or one that slept, the first commits and the others
 they made. Killed at any instant, all that is left is a merged file that never counts.
 
 What is deleted, and when: sources, a grace after their marker, because readers may still be at
-them; merged files that can never count, because their generation is another's; scratch files
-after a day. The lease keeps two compactors from doing the same work, and decides nothing.
+them, and only if what replaces them is there and whole; merged files that can never count, because
+their generation is another's; scratch files after a day. The lease keeps two compactors from doing
+the same work, and decides nothing.
 
 Only files some minutes old are taken. The log segment that a file was made of is gone by then, so
 that in the normal course no file is written again after it was replaced. (After a crash it may be:
@@ -27,7 +28,7 @@ import pyarrow.parquet as pq
 from perfledger.collectors.upkeep.merging import merge, read_file
 from perfledger.schema.errors import PartialInputError
 from perfledger.schema.store import Store
-from perfledger.schema.store_files import encode, is_outdated
+from perfledger.schema.store_files import encode, is_outdated, is_whole
 from perfledger.schema.store_places import WRITING
 from perfledger.schema.store_snapshot import (
     MARKERS,
@@ -59,10 +60,12 @@ class CompactionLimits:
 
 @dataclass
 class Compaction:
-    """What was done: counts, and the names of files that could not be read."""
+    """What was done: counts, the names of files that are damaged or missing, and of those that
+    stay because what replaces them is."""
 
     counts: Counter[str] = field(default_factory=Counter)
     damaged: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def compact(
     done = Compaction()
     for table in tables:
         work = _Work(store, table, limits or CompactionLimits(), done, now_ns)
-        hours = sorted({file.hour for file in store.visible(table)})
+        hours = sorted({file.hour for file in store.snapshot(table).visible})
         for hour in hours:
             while _merge_some(work, hour):
                 pass
@@ -105,12 +108,12 @@ def clean(
     *,
     tables: Sequence[str] = tuple(TABLES),
     now_ns: Callable[[], int] = time.time_ns,
-) -> int:
-    """Delete what has been replaced or dropped for longer than the grace; return how many files."""
+) -> Compaction:
+    """Delete what has been replaced or dropped for longer than the grace."""
     done = Compaction()
     for table in tables:
         _clean(_Work(store, table, limits or CompactionLimits(), done, now_ns))
-    return done.counts["files_deleted"]
+    return done
 
 
 def _merge_some(work: _Work, hour: str) -> bool:
@@ -178,8 +181,8 @@ def _footer(work: _Work, file: StoredFile) -> pq.FileMetaData | None:
         return work.store.footer(file)
     except FileNotFoundError:
         return None
-    except (pa.ArrowException, OSError) as error:
-        _note_damage(work, file, error)
+    except (pa.ArrowException, OSError):
+        _note_damage(work, file)
         return None
 
 
@@ -205,8 +208,8 @@ def _read(work: _Work, files: Sequence[StoredFile]) -> tuple[list[StoredFile], l
             part = read_file(work.store.place, file, TABLES[work.table])
         except FileNotFoundError:
             continue
-        except (pa.ArrowException, OSError, PartialInputError) as error:
-            _note_damage(work, file, error)
+        except (pa.ArrowException, OSError, PartialInputError):
+            _note_damage(work, file)
             continue
         rows, size = rows + part.num_rows, size + part.nbytes
         if len(sources) >= 2 and (rows > work.limits.max_rows or size > work.limits.max_bytes):
@@ -216,8 +219,11 @@ def _read(work: _Work, files: Sequence[StoredFile]) -> tuple[list[StoredFile], l
     return sources, parts
 
 
-def _note_damage(work: _Work, file: StoredFile, error: Exception) -> None:
-    where = work.store.place.address(file.key)
+def _note_damage(work: _Work, file: StoredFile) -> None:
+    _note(work, work.store.place.address(file.key))
+
+
+def _note(work: _Work, where: str) -> None:
     if where not in work.done.damaged:
         work.done.damaged.append(where)
         work.done.counts["files_damaged"] += 1
@@ -261,12 +267,41 @@ def _deletable(work: _Work, snapshot: Snapshot) -> Iterator[str]:
     old = [marker for marker in snapshot.markers if marker.created_ns <= before_ns]
     replaced = {(marker.hour, name) for marker in old for name in marker.replaces}
     dropped = {marker.hour for marker in old if marker.dropped}
-    named = {(marker.hour, marker.file) for marker in snapshot.markers}
+    last = snapshot.replacements()
+    stands: dict[str, bool] = {}
     for file in snapshot.found:
-        of_another = 0 < file.generation < snapshot.next_generation(file.hour)
-        never = of_another and (file.hour, file.name) not in named
-        if never or file.hour in dropped or (file.hour, file.name) in replaced:
+        if file.hour in dropped:
             yield file.key
+        elif (file.hour, file.name) in replaced:
+            marker = last[file.hour, file.name]
+            if marker.file not in stands:
+                stands[marker.file] = _stands(work, marker)
+            if stands[marker.file]:
+                yield file.key
+            else:
+                work.done.kept.append(work.store.place.address(file.key))
+    for file in snapshot.unnamed():
+        if file.generation < snapshot.next_generation(file.hour) and snapshot.is_spare(file):
+            yield file.key
+
+
+def _stands(work: _Work, marker: Marker) -> bool:
+    """Return whether a merged file is there and whole; it is noted if not."""
+    store = work.store
+    key = file_key(store.namespace, work.table, marker.file, marker.hour)
+    try:
+        content = store.place.read(key)
+        footer = pq.read_metadata(pa.BufferReader(content))
+        if footer.num_rows == marker.rows and is_whole(content):
+            return True
+    except FileNotFoundError:
+        visible = store.snapshot(work.table).visible
+        if all(file.key != key for file in visible):  # merged or dropped meanwhile
+            return False
+    except (pa.ArrowException, OSError):
+        pass
+    _note(work, store.place.address(key))
+    return False
 
 
 def _left_over(work: _Work, snapshot: Snapshot) -> Iterator[str]:

@@ -5,8 +5,9 @@ order, hour and required columns. Rows that are there twice are no fault: sender
 themselves, and readers and compaction drop those.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from perfledger.schema.columns import Table
 from perfledger.schema.errors import PartialInputError
 from perfledger.schema.store import Store
 from perfledger.schema.store_files import as_declared, has_checksum, is_whole
-from perfledger.schema.store_snapshot import StoredFile, hour_of
+from perfledger.schema.store_snapshot import Snapshot, StoredFile, hour_of
 from perfledger.schema.tables import TABLES
 
 _BATCH_ROWS = 65_536
+# A compactor takes seconds from its merged file to the marker.
+_UNNAMED_S = 900
 # The same in all tables that have it: what makes two rows one span's.
 _IDS = ("trace_id", "span_id")
 
@@ -64,6 +67,7 @@ def check_store(
         except PartialInputError as error:
             check.problems.append(Problem(error.where or store.url, error.what))
             continue
+        check.problems += _unnamed(store, snapshot)
         check.counts["markers"] += len(snapshot.markers)
         check.counts["files_unseen"] += len(set(snapshot.found) - set(snapshot.visible))
         for file in snapshot.visible:
@@ -72,6 +76,23 @@ def check_store(
     if log_folder is not None:
         _check_log(log_folder, check)
     return check
+
+
+def _unnamed(store: Store, snapshot: Snapshot) -> Iterator[Problem]:
+    """Yield merged files whose marker is missing.
+
+    Those that a compactor has just made, or made in vain, are none.
+    """
+    latest_ns = time.time_ns() - _UNNAMED_S * 10**9
+    for file in snapshot.unnamed():
+        where = store.place.address(file.key)
+        if not snapshot.is_spare(file):
+            what = "its marker is missing, and its rows do not count: put it back from a copy"
+            yield Problem(where, what)
+        elif (
+            file.generation >= snapshot.next_generation(file.hour) and file.modified_ns < latest_ns
+        ):
+            yield Problem(where, "its marker is missing; its rows count from the files it replaces")
 
 
 def _check_file(store: Store, table: str, file: StoredFile, check: StoreCheck) -> None:
