@@ -392,7 +392,7 @@ def test_ctrl_c_ends_with_0_and_says_what_was_received(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
-    assert output.splitlines()[2].split() == ["spans", "1", "1", "0", "0"]
+    assert output.splitlines()[2].split() == ["spans", "1", "1", "0", "0", "0", "0"]
 
 
 def test_on_a_terminal_one_line_says_how_it_goes(tmp_path: Path) -> None:
