@@ -62,7 +62,7 @@ class AttributeReader:
     def __init__(self, max_value_bytes: int = DEFAULT_MAX_VALUE_BYTES) -> None:
         self.max_value_bytes = max_value_bytes
         self.tally = Tally()
-        # Key as sent -> key as kept, or _DENIED.
+        # Key as sent -> key as kept, or DENIED.
         self._keys: dict[bytes, str] = {}
 
     def values(self, attributes: Iterable[Any]) -> dict[str, Value]:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import shutil
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.ingesting import Forward, Ingest, IngestLimits
 from perfledger.collectors.item_counts import ItemCounts
 from perfledger.collectors.otlp_rows import Outcome, Signal
@@ -157,6 +157,7 @@ class Collector:
         found["log_bytes"] = self._wal.bytes
         found["log_segments"] = self._wal.segments
         found["log_quarantined_bytes"] = self._wal.quarantined_bytes
+        found["log_torn_bytes"] = self._wal.torn_bytes
         return found
 
     def rejected_by_reason(self) -> Counter[tuple[str, str]]:
@@ -365,10 +366,9 @@ class Collector:
             self._defect(what, error)
 
     def _defect(self, what: str, error: Exception) -> None:
-        """Count and log a defect; never what it said, as an error may quote a value."""
+        """Count and tell a defect of ours."""
         self._counts["defects"] += 1
-        lines = "".join(traceback.format_tb(error.__traceback__))
-        log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
+        tell_defect(what, error)
 
 
 def default_log_folder(store: Store) -> Path:

@@ -6,13 +6,13 @@ sender's does: through the same limits, deny-list and log.
 
 import asyncio
 import logging
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.sampling.sampling_policy import SamplingPolicy
 from perfledger.collectors.sampling.tail_sampling import TailSampler
 from perfledger.schema.errors import PerfledgerError
@@ -97,8 +97,7 @@ async def _contained(what: str, work: Awaitable[None]) -> None:
     except PerfledgerError:
         raise
     except Exception as error:
-        lines = "".join(traceback.format_tb(error.__traceback__))
-        log.error("%s ended: %s\n%s", what, type(error).__name__, lines)
+        tell_defect(what, error)
 
 
 # What is not asked for is not imported: a start should take a second or two.

@@ -8,12 +8,12 @@ import asyncio
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.item_counts import ItemCounts
 from perfledger.collectors.otlp_rows import SIGNALS, Outcome, Signal, UndecodableRequest
 from perfledger.collectors.segments import OpenSegment, Taken
@@ -47,7 +47,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class IngestLimits:
-    """When a segment is cut: by what it takes in memory, or by its age."""
+    """How long a value may be, when a segment is cut (by memory or age), and what may be held."""
 
     value_bytes: int
     segment_bytes: int
@@ -266,7 +266,6 @@ class Ingest:
         return opened
 
     def _defect(self, what: str, error: Exception) -> None:
-        """Tell of a defect of ours; never what the error said, which may quote a value."""
+        """Count and tell a defect of ours."""
         self._counts.add({"defects": 1})
-        lines = "".join(traceback.format_tb(error.__traceback__))
-        log.error("%s failed: %s\n%s", what, type(error).__name__, lines)
+        tell_defect(what, error)

@@ -4,7 +4,6 @@ Spans go through the compiled scanner (wire/); metrics and logs through protobuf
 lenient_messages has them.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,15 +26,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES, AttributeReader, Tally
+from perfledger.collectors.attribute_values import AttributeReader, Tally
 from perfledger.collectors.content_removal import remove_content
 from perfledger.collectors.lenient_messages import lenient
 from perfledger.collectors.otlp_logs import log_rows
 from perfledger.collectors.otlp_origin import Row
 from perfledger.collectors.otlp_points import point_rows
-from perfledger.collectors.wire.assemble import in_order, spans_table
 from perfledger.collectors.wire.census import MOST_MESSAGES, has_too_many_messages
-from perfledger.collectors.wire.span_batch import Malformed, SpanBatch, SpanReader
 from perfledger.schema.errors import UsageError
 from perfledger.schema.tables import TABLES
 
@@ -134,43 +131,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A request as rows of `signal.table`, what was found in it, and its bytes without content."""
+    """A request of metrics or logs: its rows, what was found, and its bytes without content."""
 
-    signal: Signal
     rows: pa.Table
     tally: Tally
     kept: bytes
-
-    @property
-    def rejected(self) -> int:
-        """Return how many spans, points or log records have no row."""
-        return self.tally.rejected.total()
-
-    def response(self) -> bytes:
-        """Return the export response, serialised."""
-        return bytes(Outcome.of(self.signal, self.tally).response().SerializeToString())
-
-
-def decode(
-    signal: Signal,
-    body: bytes,
-    received_ns: int | None = None,
-    max_value_bytes: int = DEFAULT_MAX_VALUE_BYTES,
-) -> Decoded:
-    """Return the rows of one request, stamped `received_ns` (wall clock; default: now).
-
-    Raises UndecodableRequest where the bytes are not a request of this signal.
-    """
-    received_ns = time.time_ns() if received_ns is None else received_ns
-    if signal.rows is not None:
-        return decode_messages(signal, body, received_ns, max_value_bytes)
-    batch = SpanBatch(SpanReader(max_value_bytes), len(body))
-    try:
-        kept, tally = batch.add(body, received_ns)
-    except Malformed as error:
-        raise undecodable_request(signal, error.why) from None
-    rows = spans_table(batch, in_order(batch)).cast(TABLES[signal.table].arrow())
-    return Decoded(signal, rows, tally, bytes(kept))
 
 
 def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_bytes: int) -> Decoded:
@@ -191,7 +156,7 @@ def decode_messages(signal: Signal, body: bytes, received_ns: int, max_value_byt
         parts.append(table.from_rows(some))
     whole = pa.concat_tables(parts) if parts else table.arrow().empty_table()
     remove_content(request)
-    return Decoded(signal, whole, reader.tally, request.SerializeToString())
+    return Decoded(whole, reader.tally, request.SerializeToString())
 
 
 def undecodable_request(signal: Signal, why: str = "") -> UndecodableRequest:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from perfledger.schema.durable_folders import make_durably, sync_folder
 from perfledger.schema.errors import UsageError
 
 if TYPE_CHECKING:
@@ -158,13 +159,13 @@ class LocalPlace:
                 return False
         finally:
             scratch.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         return True
 
     def settle(self, key: str) -> None:
         folder = (self.root / key).parent
-        _sync_folder(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder)
+        sync_folder(folder.parent)
 
     def read(self, key: str) -> pa.Buffer:
         return pa.py_buffer((self.root / key).read_bytes())
@@ -309,14 +310,6 @@ class _Ranges(io.RawIOBase):
         return bytes(found)
 
 
-def make_durably(folder: Path) -> None:
-    """Make a folder and those above it, and sync what each new one is an entry of."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in new:
-        _sync_folder(path.parent)
-
-
 def _open_new(path: Path) -> BinaryIO:
     """Open a new file; its folder is made, again if a `delete` took the empty one away."""
     for _ in range(10):
@@ -324,14 +317,6 @@ def _open_new(path: Path) -> BinaryIO:
         with suppress(FileNotFoundError):
             return open(path, "xb")
     raise FileNotFoundError(f"{path.parent} keeps vanishing")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _endpoint() -> str:

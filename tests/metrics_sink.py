@@ -4,7 +4,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
 
-from perfledger.collectors.otlp_rows import Decoded, Signal
+from perfledger.collectors.otlp_rows import Outcome, Signal
 from perfledger.collectors.transport.otlp_receiver import Refusal, overloaded
 from perfledger.schema.tables import POINTS
 
@@ -32,11 +32,11 @@ class MemorySink:
     def refused(self, refusal: Refusal) -> None:
         raise AssertionError(refusal)
 
-    async def export(self, signal: Signal, body: bytes) -> Decoded:
+    async def export(self, signal: Signal, body: bytes, hops: tuple[str, ...] = ()) -> Outcome:
         assert signal.table == POINTS.name
         assert self.held_bytes == len(body)
         self.bodies.append(body)
-        return None  # type: ignore[return-value]  # samplers do not look at it
+        return Outcome(signal)
 
 
 def attributes(pairs: object) -> dict[str, str | int]:

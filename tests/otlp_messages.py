@@ -1,12 +1,20 @@
 """OTLP messages and rows in few words, for the tests of decoding."""
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import pyarrow as pa
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from perfledger.collectors.otlp_rows import SIGNALS, Decoded, decode
+from perfledger.collectors.attribute_values import DEFAULT_MAX_VALUE_BYTES, Tally
+from perfledger.collectors.otlp_rows import SIGNALS, Outcome, Signal
+from perfledger.collectors.segments import OpenSegment
+from perfledger.collectors.wire.assemble import in_order, spans_table
+from perfledger.collectors.wire.span_batch import SpanReader
+from perfledger.schema.tables import TABLES
 
 TRACES, METRICS, LOG_RECORDS = SIGNALS
 TRACE_ID, SPAN_ID, PARENT_ID = b"t" * 16, b"s" * 8, b"p" * 8
@@ -48,6 +56,40 @@ def span(**changes: object) -> Span:
         "end_time_unix_nano": 200,
     }
     return Span(**{**fields, **changes})
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One request as rows of `signal.table`, and what was found in it."""
+
+    signal: Signal
+    rows: pa.Table
+    tally: Tally
+
+    @property
+    def rejected(self) -> int:
+        return self.tally.rejected.total()
+
+    def response(self) -> bytes:
+        return bytes(Outcome.of(self.signal, self.tally).response().SerializeToString())
+
+
+def decode(
+    signal: Signal,
+    body: bytes,
+    received_ns: int | None = None,
+    max_value_bytes: int = DEFAULT_MAX_VALUE_BYTES,
+) -> Decoded:
+    """Take one request into a segment of its own; raise UndecodableRequest as that does."""
+    received_ns = time.time_ns() if received_ns is None else received_ns
+    segment = OpenSegment(SpanReader(max_value_bytes))
+    taken = segment.add(signal, body, received_ns)
+    table = TABLES[signal.table].arrow()
+    if signal is TRACES:
+        rows = spans_table(segment.spans, in_order(segment.spans)).cast(table)
+    else:
+        rows = pa.concat_tables([table.empty_table(), *segment.tables[signal.table]])
+    return Decoded(signal, rows, taken.tally)
 
 
 def decode_spans(spans: Iterable[Span], **limits: int) -> Decoded:

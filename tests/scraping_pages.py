@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
-from otlp_messages import METRICS
+from otlp_messages import METRICS, decode
 from prometheus_client.metrics_core import Metric
 
-from perfledger.collectors.otlp_rows import decode
 from perfledger.collectors.scraping.config import ScrapeLimits
 from perfledger.collectors.scraping.target_telemetry import TargetTelemetry
 from perfledger.collectors.scraping.targets import Target

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
-from otlp_messages import LOG_RECORDS, METRICS, RECEIVED_NS
+from otlp_messages import LOG_RECORDS, METRICS, RECEIVED_NS, decode
 from test_otlp_any_request import metric_requests
 
-from perfledger.collectors.otlp_rows import UndecodableRequest, decode
+from perfledger.collectors.otlp_rows import UndecodableRequest
 from perfledger.collectors.wire import census
 from perfledger.collectors.wire.census import MOST_MESSAGES, has_too_many_messages
 

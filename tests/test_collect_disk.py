@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ import grpc
 import pytest
 from collect_pipeline import rows_in_files, same_spans, span_numbers
 from otlp_client import call, grpc_refusal, post, printed_counts, wait_until
+from small_disks import disk_in_memory
 
 from perfledger.schema.store import Store
 
@@ -26,19 +26,8 @@ DISK_BYTES = 48 * MIB
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 48 MiB in memory; only root may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        reason = f"cannot mount a disk for the test: {done.stderr.strip()}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    try:
+    with disk_in_memory(tmp_path / "disk", DISK_BYTES) as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def fill(path: Path, leave_bytes: int) -> None:

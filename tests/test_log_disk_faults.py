@@ -9,10 +9,11 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from small_disks import disk_in_memory, mounted
 
 from perfledger.collectors.wal.log_segments import HEADER_BYTES, RECORD_BYTES
 from perfledger.collectors.wal.write_ahead_log import LogRecord, WriteAheadLog
@@ -57,26 +58,10 @@ def fill(path: Path) -> None:
             pass
 
 
-@contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    """Mount something on a folder, or skip the test; where CI=true that is a failure."""
-    folder.mkdir(exist_ok=True)
-    result = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
-    if result.returncode:
-        reason = f"cannot mount a disk for the test: {result.stderr.strip()}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB in memory."""
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", f"size={8 * MIB}", "tmpfs") as disk:
+    with disk_in_memory(tmp_path / "small", 8 * MIB) as disk:
         yield disk
 
 

@@ -28,9 +28,9 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
-from otlp_messages import LOG_RECORDS, METRICS, RECEIVED_NS, TRACES, any_value
+from otlp_messages import LOG_RECORDS, METRICS, RECEIVED_NS, TRACES, Decoded, any_value, decode
 
-from perfledger.collectors.otlp_rows import SIGNALS, Decoded, UndecodableRequest, decode
+from perfledger.collectors.otlp_rows import SIGNALS, UndecodableRequest
 from perfledger.schema.columns import Table
 from perfledger.schema.tables import LOGS, POINTS, SPANS
 

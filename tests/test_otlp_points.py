@@ -30,13 +30,13 @@ from otlp_messages import (
     RECEIVED_NS,
     SPAN_ID,
     TRACE_ID,
+    Decoded,
     any_value,
+    decode,
     key_values,
     only_row,
     pair,
 )
-
-from perfledger.collectors.otlp_rows import Decoded, decode
 
 CANARY = "canary-7f3a"
 

@@ -19,6 +19,7 @@ from otlp_messages import (
     TRACES,
     any_value,
     attributes_of,
+    decode,
     decode_spans,
     kept,
     key_values,
@@ -28,7 +29,7 @@ from otlp_messages import (
 )
 
 from perfledger.collectors.attribute_values import MAX_DEPTH
-from perfledger.collectors.otlp_rows import SIGNALS, UndecodableRequest, decode
+from perfledger.collectors.otlp_rows import SIGNALS, UndecodableRequest
 
 LATEST = 2**63 - 1
 CANARY = "canary-7f3a"

@@ -15,11 +15,11 @@ import pytest
 from aiohttp import web
 from conftest import free_port
 from debian_packages import program
-from otlp_messages import METRICS
+from otlp_messages import METRICS, decode
 from prometheus_client.parser import text_string_to_metric_families as text_format
 from scraping_pages import PAGES, expected_points, labels_of, points, rows_of, value_of
 
-from perfledger.collectors.otlp_rows import Signal, decode
+from perfledger.collectors.otlp_rows import Signal
 from perfledger.collectors.scraping.config import ScrapeConfig, ScrapeLimits
 from perfledger.collectors.scraping.fetching import open_session
 from perfledger.collectors.scraping.job import share

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
-from otlp_messages import METRICS
+from otlp_messages import METRICS, decode
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, Info, Summary
 from prometheus_client.exposition import generate_latest as text_page
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_page
@@ -28,7 +28,6 @@ from scraping_pages import (
     value_of,
 )
 
-from perfledger.collectors.otlp_rows import decode
 from perfledger.collectors.scraping.target_telemetry import TargetTelemetry
 
 CREATED_NS = 1_796_000_000_250_000_000

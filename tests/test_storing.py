@@ -237,6 +237,17 @@ async def until(ready: Callable[[], object], timeout_s: float = 20) -> None:
             await asyncio.sleep(0.02)
 
 
+async def started_until_written(store: Store, spans: int) -> Counter[str]:
+    """Run a collector until it has written so many spans of its log, and return its counts."""
+    collector = Collector(store, LIMITS)
+    await collector.resume()
+    running = asyncio.create_task(collector.run())
+    await until(lambda: collector.counts()["spans_written"] == spans)
+    collector.stop()
+    await running
+    return collector.counts()
+
+
 def test_a_segment_set_aside_waits_in_the_log_and_is_stored_at_the_next_start(
     tmp_path: Path,
 ) -> None:
@@ -262,16 +273,7 @@ def test_a_segment_set_aside_waits_in_the_log_and_is_stored_at_the_next_start(
     assert adds_up(counts)
     assert (counts["spans_waiting"], counts["spans_deduplicated"]) == (2, 2)
 
-    async def restart() -> Counter[str]:
-        collector = Collector(store, LIMITS)
-        await collector.resume()
-        running = asyncio.create_task(collector.run())
-        await until(lambda: collector.counts()["spans_written"] == 2)
-        collector.stop()
-        await running
-        return collector.counts()
-
-    assert adds_up(run(restart()))
+    assert adds_up(run(started_until_written(store, 2)))
     assert span_numbers(store) == [1, 2, 3]
     assert rows_in_files(store) == 3
 
@@ -427,16 +429,7 @@ def test_a_record_that_cannot_be_read_any_more_goes_alone(tmp_path: Path) -> Non
     wal.close()
     store = Store.at(str(tmp_path))
 
-    async def start() -> Counter[str]:
-        collector = Collector(store, LIMITS)
-        await collector.resume()
-        running = asyncio.create_task(collector.run())
-        await until(lambda: collector.counts()["spans_written"] == 2)
-        collector.stop()
-        await running
-        return collector.counts()
-
-    counts = run(start())
+    counts = run(started_until_written(store, 2))
     assert adds_up(counts)
     assert (counts["log_unreadable_requests"], counts["log_replayed_requests"]) == (2, 2)
     assert span_numbers(store) == [1, 2]

@@ -89,12 +89,12 @@ def _decide(columns: Columns, keys: KeyTable, limit: int, end: int) -> bool:
         *what, start, rows, found[start:], unknown, *keys.arrays.for_kernels()
     ):
         for row in unknown[:missing].tolist():
-            keys.learn_once(key_at(columns, row))
+            keys.entry_of(key_at(columns, row))
         start = int(unknown[0])
     columns.counts[at.USED] = end
     done = decide(
         *(columns.data, columns.spans, columns.attributes, columns.numbers, columns.extents),
-        *(columns.events, columns.links, columns.todo, columns.counts, 0, found),
+        *(columns.events, columns.links, columns.left, columns.counts, 0, found),
         *(keys.arrays.entries, keys.seen, keys.seen_at, limit, _next_serial() << 32),
     )
     return bool(done != NO_ROOM)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.otlp_rows import SIGNALS
 from perfledger.collectors.transport.otlp_receiver import Refusal, Sink, reservation
 from perfledger.schema.clocks import monotonic_ns
@@ -104,9 +105,9 @@ def _guarded(sampler: Sampler, take: Callable[[], bytes | None]) -> tuple[bytes 
     started_ns = time.thread_time_ns()
     try:
         body = take()
-    except Exception:
+    except Exception as error:
         if not sampler.counts["defects"]:
-            logger.exception("%s: a sample failed; further ones are counted", sampler.name)
+            tell_defect(f"a sample of {sampler.name}, and further ones are only counted,", error)
         sampler.counts["defects"] += 1
         body = None
     else:

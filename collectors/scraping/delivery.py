@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.otlp_rows import SIGNALS
 from perfledger.collectors.transport.otlp_receiver import Refusal, Sink, reservation
 
@@ -50,8 +50,7 @@ class Delivery:
             self._counts["scrapes_refused"] += 1
         except Exception as error:
             self._counts["scrape_defects"] += 1
-            lines = "".join(traceback.format_tb(error.__traceback__))
-            log.error("scraping failed: %s\n%s", type(error).__name__, lines)
+            tell_defect("scraping", error)
 
     async def _export(self, request: bytes) -> None:
         with self.contained():

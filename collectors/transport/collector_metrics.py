@@ -77,6 +77,7 @@ COUNTS = {
     "log_bytes": Family("log_bytes", "gauge", "Size of the write-ahead log"),
     "log_segments": Family("log_segments", "gauge", "Segments of the write-ahead log"),
     "log_quarantined_bytes": _counter("log_quarantined_bytes", "Damaged log set aside"),
+    "log_torn_bytes": _counter("log_torn_bytes", "Of them appends that a crash cut short"),
     "log_replayed_requests": _counter("log_replayed_requests", "Requests read again at a start"),
 }
 _ORDER = (*FATES.values(), REJECTED, REFUSED, REFUSING, LAG, *COUNTS.values(), OTHER)

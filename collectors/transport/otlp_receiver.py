@@ -6,7 +6,6 @@ same google.rpc.Status (OTLP 1.11, "Failures"). Only what is worth retrying says
 
 import asyncio
 import logging
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
@@ -18,6 +17,7 @@ from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from perfledger.collectors.defects import tell_defect
 from perfledger.collectors.otlp_rows import Outcome, Signal
 from perfledger.schema.errors import UsageError
 
@@ -115,9 +115,8 @@ def failed() -> Refusal:
 
 
 def defect(error: Exception) -> Refusal:
-    """Log where a defect of ours was met, not its message: that may quote a value. Return 500."""
-    lines = "".join(traceback.format_tb(error.__traceback__))
-    log.error("a request failed: %s\n%s", type(error).__name__, lines)
+    """Tell a defect of ours, and return 500 for its request."""
+    tell_defect("a request", error)
     return failed()
 
 

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from perfledger.schema.durable_folders import sync_folder
+
 log = logging.getLogger("perfledger.collect")
 
 # Of torn and of damaged ones each. Copies take space on what may be a full disk: beyond these,
@@ -144,15 +146,6 @@ class Quarantine:
         if not self._folder.exists():
             self._folder.mkdir(parents=True)
             sync_folder(self._folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _copy_range(path: Path, target: Path, damage: Damage) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from perfledger.collectors.wal.log_quarantine import Quarantine, sync_folder
+from perfledger.collectors.wal.log_quarantine import Quarantine
 from perfledger.collectors.wal.log_segments import (
     HEADER_BYTES,
     MARKER_BYTES,
@@ -33,6 +33,7 @@ from perfledger.collectors.wal.log_segments import (
     encode,
     find_segments,
 )
+from perfledger.schema.durable_folders import make_durably, sync_folder
 from perfledger.schema.errors import UsageError
 
 __all__ = ["LogFull", "LogRecord", "Segment", "SegmentName", "WriteAheadLog"]
@@ -86,7 +87,7 @@ class WriteAheadLog:
         process has the log open, and where the folder cannot be used.
         """
         try:
-            _make_durably(folder)
+            make_durably(folder)
             lock = _take_lock(folder)
         except OSError as error:
             raise UsageError(
@@ -336,11 +337,3 @@ def _take_lock(folder: Path) -> int:
     with suppress(OSError):  # only for the message above; the disk may be full
         os.pwrite(handle, f"{os.getpid():<10}".encode(), 0)
     return handle
-
-
-def _make_durably(folder: Path) -> None:
-    """Make a folder and those above it, and sync what each new one is an entry of."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in new:
-        sync_folder(path.parent)

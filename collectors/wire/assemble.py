@@ -192,16 +192,14 @@ def _text_buffers(bits: Bytes | None, offsets: Shorts, data: Bytes) -> list[pa.B
     return [None if bits is None else pa.py_buffer(bits), pa.py_buffer(offsets), pa.py_buffer(data)]
 
 
-def _attribute_texts(
-    batch: SpanBatch, rows: Shorts, is_there: Mask, kind: pa.DataType | None = None
-) -> pa.Array:
-    """Return the values of attributes as text or bytes; null where `is_there` is not."""
+def _attribute_texts(batch: SpanBatch, rows: Shorts, is_there: Mask) -> pa.Array:
+    """Return the values of attributes as text; null where `is_there` is not."""
     attributes = batch.columns.attributes
     offsets, data = gather.texts(
         batch.columns.data, attributes[at.VALUE], attributes[at.VALUE_LENGTH], rows
     )
     buffers = [_bitmap(is_there), pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(kind or pa.string(), rows.size, buffers)
+    return pa.Array.from_buffers(pa.string(), rows.size, buffers)
 
 
 def _texts(batch: SpanBatch, starts: Shorts, lengths: Shorts) -> pa.Array:

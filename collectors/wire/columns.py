@@ -62,7 +62,7 @@ LINK_FIELDS = 7
 
 # `Columns.counts`: how much there is of each, then what the request's scan found. USED is up to
 # where the buffer is filled.
-SPANS, ATTRIBUTES, EVENTS, LINKS, GROUPS, PIECES, TODO = range(7)
+SPANS, ATTRIBUTES, EVENTS, LINKS, GROUPS, PIECES, LEFT = range(7)
 ITEMS, VALUES_CUT, DENIED, DUPLICATES, UNSAFE, ELEMENTS, USED = range(7, 14)
 FIRST_REASON = 14
 REASONS = (
@@ -81,9 +81,9 @@ PIECE_KIND, PIECE_OF, PIECE_START, PIECE_LENGTH = range(4)
 # `Columns.groups`: the ResourceSpans of a group, by its number in the request.
 GROUP_RESOURCE = 0
 
-# `Columns.todo`: what a kernel leaves to Python: (what, row).
-TODO_WHAT, TODO_ROW = range(2)
-TODO_NAME, TODO_STATE, TODO_MESSAGE, TODO_EVENT_NAME, TODO_TEXT, TODO_NESTED, TODO_KEY = range(7)
+# `Columns.left`: what a kernel leaves to Python: (what, row).
+LEFT_WHAT, LEFT_ROW = range(2)
+LEFT_NAME, LEFT_STATE, LEFT_MESSAGE, LEFT_EVENT_NAME, LEFT_TEXT, LEFT_NESTED, LEFT_KEY = range(7)
 
 
 class Columns(NamedTuple):
@@ -104,7 +104,7 @@ class Columns(NamedTuple):
     links: Shorts
     groups: Shorts
     pieces: Shorts
-    todo: Shorts
+    left: Shorts
     counts: Ints
 
     @classmethod
@@ -122,7 +122,7 @@ class Columns(NamedTuple):
             links=_rows(LINK_FIELDS, spans, np.int32),
             groups=_rows(1, 1024, np.int32),
             pieces=_rows(4, 4096, np.int32),
-            todo=_rows(2, 4096, np.int32),
+            left=_rows(2, 4096, np.int32),
             counts=np.zeros(COUNTS, np.int64),
         )
 
@@ -151,7 +151,7 @@ _TABLES = {
     LINKS: ("links",),
     GROUPS: ("groups",),
     PIECES: ("pieces",),
-    TODO: ("todo",),
+    LEFT: ("left",),
 }
 
 

@@ -22,7 +22,7 @@ from perfledger.collectors.wire.keys import (
     find,
 )
 from perfledger.collectors.wire.protobuf import LENGTH, Bytes, fill, next_field
-from perfledger.collectors.wire.scan import FILLER, NO_ROOM, PRELUDE
+from perfledger.collectors.wire.scan import FILLER, NO_ROOM, PRELUDE, leave
 from perfledger.collectors.wire.simple_json import write_plain_array
 from perfledger.collectors.wire.text import kept_length
 from perfledger.schema.tables import SPANS
@@ -78,7 +78,7 @@ def decide(
     extents: Shorts,
     events: Shorts,
     links: Shorts,
-    todo: Shorts,
+    left: Shorts,
     count: Ints,
     begin: int,
     found: Shorts,
@@ -94,7 +94,7 @@ def decide(
     """
     base = np.int64(data.ctypes.data)
     for row in range(begin, count[at.ATTRIBUTES]):
-        if count[at.TODO] + 2 > todo.shape[1]:
+        if count[at.LEFT] + 2 > left.shape[1]:
             return NO_ROOM
         if attributes[at.FATE, row] == at.ADDED:
             continue
@@ -108,7 +108,7 @@ def decide(
             size = attributes[at.VALUE_LENGTH, row]
             kept = kept_length(base + attributes[at.VALUE, row], size, limit)
             if kept < 0:
-                _leave(todo, count, at.TODO_TEXT, row)
+                leave(left, count, at.LEFT_TEXT, row)
             elif kept != size:
                 attributes[at.VALUE_LENGTH, row] = kept
                 count[at.VALUES_CUT] += 1
@@ -119,7 +119,7 @@ def decide(
                 first, last = base + extents[0, row], base + extents[1, row]
                 written = write_plain_array(first, last, base + used, limit)
             if written < 0:
-                _leave(todo, count, at.TODO_NESTED, row)
+                leave(left, count, at.LEFT_NESTED, row)
             else:
                 attributes[at.VALUE, row], attributes[at.VALUE_LENGTH, row] = used, written
                 count[at.USED] += written
@@ -128,7 +128,7 @@ def decide(
             count[at.VALUES_CUT] += 1
             spans[at.CUT, span_of(attributes, events, links, row)] += 1
         if entries[IS_CHANGED, entry]:
-            _leave(todo, count, at.TODO_KEY, row)
+            leave(left, count, at.LEFT_KEY, row)
         # Of equal keys the last one wins.
         kept_entry, owner = entries[KEPT, entry], attributes[at.OWNER, row]
         of = attributes[at.OF, row]
@@ -158,13 +158,6 @@ def span_of(attributes: Shorts, events: Shorts, links: Shorts, row: int) -> int:
     if owner == at.OF_SPAN:
         return of
     return links[at.LINK_OF, of] if owner == at.OF_LINK else events[at.EVENT_SPAN, of]
-
-
-@part
-def _leave(todo: Shorts, count: Ints, what: int, row: int) -> None:
-    todo[at.TODO_WHAT, count[at.TODO]] = what
-    todo[at.TODO_ROW, count[at.TODO]] = row
-    count[at.TODO] += 1
 
 
 @part

@@ -139,6 +139,9 @@ class KeyTable:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
+        self._begin()
+
+    def _begin(self) -> None:
         self.arrays = _empty(1024, 64 * 1024)
         # By owner and key: for whom it was seen last, and in which row.
         self.seen = np.full((3, 1024), -1, np.int64)
@@ -149,14 +152,15 @@ class KeyTable:
     def forget_if_large(self) -> None:
         """Start anew between two requests where too much is remembered."""
         if self._entries > _MOST_KEYS or self._text_bytes > _MOST_KEYS * 64:
-            self.__init__(self._limit_bytes)  # type: ignore[misc]
+            self._begin()
 
-    def learn_once(self, key: bytes) -> int:
-        """Return the entry of a key that may have been added since it was looked for."""
-        return self._find(key)
+    def entry_of(self, key: bytes) -> int:
+        """Return the entry of a key; one that is new is added and decided on."""
+        sought = np.frombuffer(key or b"\0", np.uint8)
+        found = int(find(sought.ctypes.data, len(key), 0, *self.arrays.for_kernels()))
+        return found if found >= 0 else self._learn(key)
 
-    def learn(self, key: bytes) -> int:
-        """Add a key that `find` did not find, and decide on it; return its entry."""
+    def _learn(self, key: bytes) -> int:
         reader = AttributeReader(self._limit_bytes)
         kept = reader.key(key)
         entry = self._add(key)
@@ -169,14 +173,9 @@ class KeyTable:
         entries[IS_CHANGED, entry] = is_changed
         if is_changed:
             # Keys that become equal once cut or repaired are equal.
-            of_kept = self._find(kept.encode())
+            of_kept = self.entry_of(kept.encode())
             self.arrays.entries[KEPT, entry] = of_kept
         return entry
-
-    def _find(self, key: bytes) -> int:
-        sought = np.frombuffer(key or b"\0", np.uint8)
-        found = int(find(sought.ctypes.data, len(key), 0, *self.arrays.for_kernels()))
-        return found if found >= 0 else self.learn(key)
 
     def _add(self, key: bytes) -> int:
         entry, start = self._entries, self._text_bytes

@@ -12,40 +12,8 @@ More than `MOST_GROUPS` groups of spans are no request: each costs Python a look
 import numpy as np
 
 from perfledger.collectors.wire import columns as at
+from perfledger.collectors.wire import grammar as otlp
 from perfledger.collectors.wire.columns import Ints, Shorts
-from perfledger.collectors.wire.grammar import (
-    ACTIONS,
-    ATTRIBUTE,
-    DROPPED,
-    ELEMENT,
-    EVENT,
-    EVENT_NAME,
-    EVENT_TIME,
-    FLAGS,
-    IDENTITY,
-    INSIDE,
-    KEY,
-    KIND,
-    LINK,
-    LINK_ID,
-    LINK_STATE,
-    LIST,
-    MESSAGES,
-    MOST_FIELDS,
-    OFFSETS,
-    PIECE,
-    REQUEST,
-    RESOURCE,
-    SCOPE,
-    SET_VALUE,
-    SPAN,
-    STATUS,
-    STATUS_CODE,
-    STATUS_MESSAGE,
-    TIME,
-    UNKNOWN,
-    VALUE,
-)
 from perfledger.collectors.wire.jit import compiled, load8, part, store8
 from perfledger.collectors.wire.protobuf import (
     FIXED32,
@@ -96,7 +64,7 @@ def scan_request(
     links: Shorts,
     groups: Shorts,
     pieces: Shorts,
-    todo: Shorts,
+    left: Shorts,
     count: Ints,
     first: int,
     last: int,
@@ -109,10 +77,10 @@ def scan_request(
     """
     base = np.int64(data.ctypes.data)
     position = base + first
-    ends = np.empty(MESSAGES, np.int64)
-    ends[REQUEST] = base + last
+    ends = np.empty(otlp.MESSAGES, np.int64)
+    ends[otlp.REQUEST] = base + last
     saved, dropped = count.copy(), np.zeros(3, np.int64)
-    message, holder, resource, span_tag = REQUEST, SPAN, np.int64(-1), np.int64(0)
+    message, holder, resource, span_tag = otlp.REQUEST, otlp.SPAN, np.int64(-1), np.int64(0)
     most_groups = count[at.GROUPS] + MOST_GROUPS
     span, attribute, event, link = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     owner, of, has_exception = np.int64(0), np.int64(0), False
@@ -121,20 +89,20 @@ def scan_request(
         fault = -1
         if position >= ends[message]:
             # Leave a message.
-            if message == REQUEST:
+            if message == otlp.REQUEST:
                 return last
-            if message == SPAN:
-                if count[at.TODO] + 3 > todo.shape[1] or count[at.ATTRIBUTES] + 3 > numbers.size:
+            if message == otlp.SPAN:
+                if count[at.LEFT] + 3 > left.shape[1] or count[at.ATTRIBUTES] + 3 > numbers.size:
                     return NO_ROOM
                 if has_exception and spans[at.MESSAGE_LENGTH, span]:
                     begun = base + spans[at.MESSAGE, span]
                     fill(begun, begun + spans[at.MESSAGE_LENGTH, span], FILLER)
                     spans[at.MESSAGE_LENGTH, span] = 0
                     count[at.DENIED] += 1
-                _check(base, spans, at.NAME, span, limit, todo, count, at.TODO_NAME)
-                _check(base, spans, at.STATE, span, limit, todo, count, at.TODO_STATE)
+                _check(base, spans, at.NAME, span, limit, left, count, at.LEFT_NAME)
+                _check(base, spans, at.STATE, span, limit, left, count, at.LEFT_STATE)
                 longest = LONGEST_MESSAGE_BYTES
-                _check(base, spans, at.MESSAGE, span, longest, todo, count, at.TODO_MESSAGE)
+                _check(base, spans, at.MESSAGE, span, longest, left, count, at.LEFT_MESSAGE)
                 for index in range(3):
                     if dropped[index]:
                         row = count[at.ATTRIBUTES]
@@ -152,15 +120,15 @@ def scan_request(
                     spans[at.CUT, span] = count[at.VALUES_CUT] - saved[at.VALUES_CUT]
                     count[at.SPANS] += 1
                     count[at.ITEMS] += 1
-            elif message == EVENT:
-                if count[at.TODO] >= todo.shape[1]:
+            elif message == otlp.EVENT:
+                if count[at.LEFT] >= left.shape[1]:
                     return NO_ROOM
                 events[at.EVENT_LAST, event] = count[at.ATTRIBUTES]
                 has_exception |= _is_exception(
                     base + events[at.EVENT_NAME, event], events[at.EVENT_NAME_LENGTH, event]
                 )
-                _check(base, events, at.EVENT_NAME, event, limit, todo, count, at.TODO_EVENT_NAME)
-            elif message == LINK:
+                _check(base, events, at.EVENT_NAME, event, limit, left, count, at.LEFT_EVENT_NAME)
+            elif message == otlp.LINK:
                 if state_length:
                     row = count[at.ATTRIBUTES]
                     if row >= numbers.size:
@@ -173,13 +141,13 @@ def scan_request(
                     attributes[at.VALUE_LENGTH, row] = state_length
                 links[at.LINK_LAST, link] = count[at.ATTRIBUTES]
             if fault < 0:
-                message = holder if message == ATTRIBUTE else INSIDE[message]
+                message = holder if message == otlp.ATTRIBUTE else otlp.INSIDE[message]
                 continue
         if fault < 0:
             begun = position
             field, wire, value, position = next_field(position, ends[message])
             if position < 0:
-                if message <= SCOPE:
+                if message <= otlp.SCOPE:
                     return MALFORMED
                 fault = BROKEN
             elif count[at.ELEMENTS] > MOST_ELEMENTS:
@@ -191,58 +159,62 @@ def scan_request(
                 count[index] = saved[index]
             count[at.ITEMS] = kept_items + 1
             count[at.FIRST_REASON + fault] += 1
-            position = ends[SPAN]
+            position = ends[otlp.SPAN]
             _disown(span_tag, base + spans[at.BODY, span], position)
-            message = SCOPE
+            message = otlp.SCOPE
             continue
-        action, argument = np.int64(UNKNOWN), np.int64(0)
-        if field < MOST_FIELDS:
-            packed = np.int64(ACTIONS[message, field, wire])
+        action, argument = np.int64(otlp.UNKNOWN), np.int64(0)
+        if field < otlp.MOST_FIELDS:
+            packed = np.int64(otlp.ACTIONS[message, field, wire])
             action, argument = packed >> 8, packed & 0xFF
-        if action == SET_VALUE:
+        if action == otlp.SET_VALUE:
             # Another value after an array or a map: what it replaces may hold content.
             count[at.UNSAFE] += attributes[at.VALUE_KIND, attribute] == at.NESTED
             attributes[at.VALUE_KIND, attribute] = argument
             if argument == at.NESTED:
-                ends[LIST], position, message = position, value, LIST
+                ends[otlp.LIST], position, message = position, value, otlp.LIST
             elif wire == LENGTH:
                 attributes[at.VALUE, attribute] = value - base
                 attributes[at.VALUE_LENGTH, attribute] = position - value
             else:
                 numbers[attribute] = value
-        elif action == KEY:
+        elif action == otlp.KEY:
             attributes[at.KEY, attribute] = value - base
             attributes[at.KEY_LENGTH, attribute] = position - value
-        elif action == ELEMENT:
+        elif action == otlp.ELEMENT:
             count[at.ELEMENTS] += 1
-        elif action == VALUE:
-            ends[VALUE], position, message = position, value, VALUE
-        elif action == ATTRIBUTE:
+        elif action == otlp.VALUE:
+            ends[otlp.VALUE], position, message = position, value, otlp.VALUE
+        elif action == otlp.ATTRIBUTE:
             attribute = count[at.ATTRIBUTES]
             if attribute >= numbers.size:
                 return NO_ROOM
             owner = (
-                at.OF_SPAN if message == SPAN else at.OF_EVENT if message == EVENT else at.OF_LINK
+                at.OF_SPAN
+                if message == otlp.SPAN
+                else at.OF_EVENT
+                if message == otlp.EVENT
+                else at.OF_LINK
             )
-            of = span if message == SPAN else event if message == EVENT else link
+            of = span if message == otlp.SPAN else event if message == otlp.EVENT else link
             _begin_attribute(attributes, numbers, count, owner, of)
             extents[0, attribute], extents[1, attribute] = value - base, position - base
             holder = message
-            ends[ATTRIBUTE], position, message = position, value, ATTRIBUTE
-        elif action == IDENTITY:
+            ends[otlp.ATTRIBUTE], position, message = position, value, otlp.ATTRIBUTE
+        elif action == otlp.IDENTITY:
             size = 16 if argument == at.TRACE else 8
             found = _id_at(base, value, position - value, size)
             if argument == at.PARENT and position != value and position - value != size:
                 found = -2
             spans[argument, span] = found
-        elif action == OFFSETS:
+        elif action == otlp.OFFSETS:
             spans[argument, span], spans[argument + 1, span] = value - base, position - value
-        elif action == TIME:
+        elif action == otlp.TIME:
             times[argument, span] = value
-        elif action == KIND:
+        elif action == otlp.KIND:
             kind = np.int32(value)
             spans[at.KIND, span] = kind if 0 <= kind <= 5 else 0
-        elif action == EVENT:
+        elif action == otlp.EVENT:
             event = count[at.EVENTS]
             if event >= events.shape[1]:
                 return NO_ROOM
@@ -252,13 +224,13 @@ def scan_request(
             events[at.EVENT_FIRST, event] = count[at.ATTRIBUTES]
             events[at.EVENT_SPAN, event] = span
             event_times[event] = 0
-            ends[EVENT], position, message = position, value, EVENT
-        elif action == EVENT_TIME:
+            ends[otlp.EVENT], position, message = position, value, otlp.EVENT
+        elif action == otlp.EVENT_TIME:
             event_times[event] = value
-        elif action == EVENT_NAME:
+        elif action == otlp.EVENT_NAME:
             events[at.EVENT_NAME, event] = value - base
             events[at.EVENT_NAME_LENGTH, event] = position - value
-        elif action == LINK:
+        elif action == otlp.LINK:
             link = count[at.LINKS]
             if link >= links.shape[1]:
                 return NO_ROOM
@@ -269,27 +241,27 @@ def scan_request(
             links[at.LINK_FIRST, link] = count[at.ATTRIBUTES]
             links[at.LINK_OF, link] = span
             state_length = 0
-            ends[LINK], position, message = position, value, LINK
-        elif action == LINK_ID:
+            ends[otlp.LINK], position, message = position, value, otlp.LINK
+        elif action == otlp.LINK_ID:
             size = 16 if argument == at.LINK_TRACE else 8
             links[argument, link] = _id_at(base, value, position - value, size)
-        elif action == LINK_STATE:
+        elif action == otlp.LINK_STATE:
             state, state_length = value - base, position - value
-        elif action == STATUS:
-            ends[STATUS], position, message = position, value, STATUS
-        elif action == STATUS_CODE:
+        elif action == otlp.STATUS:
+            ends[otlp.STATUS], position, message = position, value, otlp.STATUS
+        elif action == otlp.STATUS_CODE:
             code = np.int32(value)
             spans[at.STATUS, span] = code if 0 <= code <= 2 else 0
-        elif action == STATUS_MESSAGE:
+        elif action == otlp.STATUS_MESSAGE:
             # A message that another one replaces is read by nobody.
             begun = base + spans[at.MESSAGE, span]
             fill(begun, begun + spans[at.MESSAGE_LENGTH, span], FILLER)
             spans[at.MESSAGE, span], spans[at.MESSAGE_LENGTH, span] = value - base, position - value
-        elif action == DROPPED:
+        elif action == otlp.DROPPED:
             dropped[argument] = value & 0xFFFFFFFF
-        elif action == FLAGS:
+        elif action == otlp.FLAGS:
             spans[at.FLAGS, span] = np.int32(np.uint32(value))
-        elif action == SPAN:
+        elif action == otlp.SPAN:
             span = count[at.SPANS]
             if span >= spans.shape[1]:
                 return NO_ROOM
@@ -300,8 +272,8 @@ def scan_request(
             spans[at.BODY, span], spans[at.BODY_LENGTH, span] = value - base, position - value
             dropped[0], dropped[1], dropped[2] = 0, 0, 0
             has_exception, span_tag = False, begun
-            ends[SPAN], position, message = position, value, SPAN
-        elif action == PIECE:
+            ends[otlp.SPAN], position, message = position, value, otlp.SPAN
+        elif action == otlp.PIECE:
             row = count[at.PIECES]
             if row >= 4 * MOST_GROUPS:
                 return MALFORMED
@@ -314,18 +286,18 @@ def scan_request(
             pieces[at.PIECE_START, row] = begun - base
             pieces[at.PIECE_LENGTH, row] = position - begun
             count[at.PIECES] += 1
-        elif action == SCOPE:
+        elif action == otlp.SCOPE:
             if count[at.GROUPS] >= most_groups:
                 return MALFORMED
             if count[at.GROUPS] >= groups.shape[1]:
                 return NO_ROOM
             groups[at.GROUP_RESOURCE, count[at.GROUPS]] = resource
             count[at.GROUPS] += 1
-            ends[SCOPE], position, message = position, value, SCOPE
-        elif action == RESOURCE:
+            ends[otlp.SCOPE], position, message = position, value, otlp.SCOPE
+        elif action == otlp.RESOURCE:
             resource += 1
-            ends[RESOURCE], position, message = position, value, RESOURCE
-        elif action == UNKNOWN:
+            ends[otlp.RESOURCE], position, message = position, value, otlp.RESOURCE
+        elif action == otlp.UNKNOWN:
             if wire == LENGTH:
                 fill(value, position, 0)
             else:
@@ -427,22 +399,28 @@ def _is_exception(start: int, length: int) -> bool:
 
 
 @part
+def leave(left: Shorts, count: Ints, what: int, row: int) -> None:
+    """Note what Python has to do; the caller has made sure of room."""
+    left[at.LEFT_WHAT, count[at.LEFT]] = what
+    left[at.LEFT_ROW, count[at.LEFT]] = row
+    count[at.LEFT] += 1
+
+
+@part
 def _check(
     base: int,
     table: Shorts,
     begin: int,
     row: int,
     limit: int,
-    todo: Shorts,
+    left: Shorts,
     count: Ints,
     what: int,
 ) -> None:
     """Cut a text, whose length stands behind its offset, or leave one that is not UTF-8."""
     kept = kept_length(base + table[begin, row], table[begin + 1, row], limit)
     if kept < 0:
-        todo[at.TODO_WHAT, count[at.TODO]] = what
-        todo[at.TODO_ROW, count[at.TODO]] = row
-        count[at.TODO] += 1
+        leave(left, count, what, row)
     elif kept != table[begin + 1, row]:
         table[begin + 1, row] = kept
         count[at.VALUES_CUT] += 1

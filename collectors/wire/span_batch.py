@@ -34,10 +34,10 @@ _MOST_REMEMBERED = 4096
 _LONGEST_REMEMBERED_BYTES = 1024
 # What of a span or event a text to be repaired is: table, offset, length.
 _TEXT_OF = {
-    at.TODO_NAME: ("spans", at.NAME, at.NAME_LENGTH),
-    at.TODO_STATE: ("spans", at.STATE, at.STATE_LENGTH),
-    at.TODO_MESSAGE: ("spans", at.MESSAGE, at.MESSAGE_LENGTH),
-    at.TODO_EVENT_NAME: ("events", at.EVENT_NAME, at.EVENT_NAME_LENGTH),
+    at.LEFT_NAME: ("spans", at.NAME, at.NAME_LENGTH),
+    at.LEFT_STATE: ("spans", at.STATE, at.STATE_LENGTH),
+    at.LEFT_MESSAGE: ("spans", at.MESSAGE, at.MESSAGE_LENGTH),
+    at.LEFT_EVENT_NAME: ("events", at.EVENT_NAME, at.EVENT_NAME_LENGTH),
 }
 
 
@@ -216,7 +216,7 @@ class SpanBatch:
     def _scan(self, mark: Mark, end: int) -> bool:
         """Scan the bytes behind the mark; return whether there was room for what they hold."""
         count = self.columns.counts
-        count[[at.PIECES, at.TODO]] = 0
+        count[[at.PIECES, at.LEFT]] = 0
         count[at.ITEMS :] = 0
         done = int(scan_request(*self.columns, mark.used_bytes, end, self.reader.limit_bytes))
         if done == MALFORMED:
@@ -238,7 +238,7 @@ class SpanBatch:
             if learned > _MOST_LEFT_TO_PYTHON:
                 raise Malformed(_TOO_COSTLY)
             for row in unknown[:missing].tolist():
-                keys.learn_once(key_at(columns, row))
+                keys.entry_of(key_at(columns, row))
             start = int(unknown[0])
         self.reader.serial = (self.reader.serial + 1) % _MOST_SERIALS
         if self.reader.serial == 0:
@@ -246,7 +246,7 @@ class SpanBatch:
         columns.counts[at.USED] = self.used_bytes
         done = decide(
             *(columns.data, columns.spans, columns.attributes, columns.numbers, columns.extents),
-            *(columns.events, columns.links, columns.todo, columns.counts, first, found),
+            *(columns.events, columns.links, columns.left, columns.counts, first, found),
             *(keys.arrays.entries, keys.seen, keys.seen_at),
             self.reader.limit_bytes,
             self.reader.serial << 32,
@@ -284,20 +284,20 @@ class SpanBatch:
 
     def _finish_texts(self, tally: Tally) -> None:
         """Do what the kernels left: repair texts, and write arrays and maps as JSON."""
-        if self.columns.counts[at.TODO] > _MOST_LEFT_TO_PYTHON:
+        if self.columns.counts[at.LEFT] > _MOST_LEFT_TO_PYTHON:
             raise Malformed(_TOO_COSTLY)
-        todo = self.columns.todo[:, : self.columns.counts[at.TODO]].T.tolist()
-        for what, row in todo:
+        left = self.columns.left[:, : self.columns.counts[at.LEFT]].T.tolist()
+        for what, row in left:
             cut_before = tally.cut
-            if what == at.TODO_NESTED:
+            if what == at.LEFT_NESTED:
                 span = self._finish_nested(row, tally)
             elif what in _TEXT_OF:
                 table, start, length = _TEXT_OF[what]
-                limit = LONGEST_MESSAGE_BYTES if what == at.TODO_MESSAGE else None
+                limit = LONGEST_MESSAGE_BYTES if what == at.LEFT_MESSAGE else None
                 self._repair(table, start, length, row, tally, limit)
                 span = row if table == "spans" else int(self.columns.events[at.EVENT_SPAN, row])
             else:
-                is_key = what == at.TODO_KEY
+                is_key = what == at.LEFT_KEY
                 start, length = (at.KEY, at.KEY_LENGTH) if is_key else (at.VALUE, at.VALUE_LENGTH)
                 self._repair("attributes", start, length, row, tally)
                 span = self._span_of(row)
