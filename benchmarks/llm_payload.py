@@ -9,16 +9,20 @@ spans that computed them. The collector derives one row of `requests` from each 
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from reference_payload import CLASSES, START_NS, TENANTS, Value, figures, key_values
 
 from perfledger.schema.attributes import SCHEMA_VERSION, SCOPE_NAME
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
+from reference_payload import CLASSES, START_NS, TENANTS, Value, figures, key_values  # noqa: E402
 
 CHATS, STEPS, STEPS_A_CHAT, PROMPT_CHUNKS = 16, 84, 52, 2
 CHUNK_TOKENS = 128

@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Self
 
 import grpc
-import llm_payload
 import numpy as np
-import reference_payload
-from fresh_requests import FreshRequests, Words, span_ids
 from google.rpc.error_details_pb2 import RetryInfo
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
+import llm_payload  # noqa: E402
+import reference_payload  # noqa: E402
+from fresh_requests import FreshRequests, Words, span_ids  # noqa: E402
 
 GENERATORS = {"reference": reference_payload.one_request, "llm": llm_payload.one_request}
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"

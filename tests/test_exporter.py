@@ -119,8 +119,10 @@ def grpc_collector(port: int, answers: Callable[[], None] = lambda: None) -> Ite
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
     assert server.add_insecure_port(f"127.0.0.1:{port}") == port
     server.start()
-    yield collector
-    server.stop(0).wait()
+    try:
+        yield collector
+    finally:
+        server.stop(0).wait()
 
 
 @contextmanager
@@ -149,10 +151,12 @@ def http_collector(port: int) -> Iterator[Collector]:
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield collector
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 COLLECTORS = {"grpc": grpc_collector, "http/protobuf": http_collector}

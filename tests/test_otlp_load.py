@@ -59,9 +59,11 @@ def http_receiver(script: Script) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager
@@ -84,8 +86,10 @@ def grpc_receiver(script: Script) -> Iterator[int]:
     server = grpc.server(ThreadPoolExecutor(4), handlers=[Everything()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield port
-    server.stop(0).wait()
+    try:
+        yield port
+    finally:
+        server.stop(0).wait()
 
 
 RECEIVERS = {"http": http_receiver, "grpc": grpc_receiver}

@@ -1,5 +1,6 @@
 """The scanner's kernels in a child process: no read out of bounds, and bounded memory."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ FOLDER = Path(__file__).parent
 
 def child(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    beside = {**os.environ, "PYTHONPATH": str(FOLDER)}  # python -P leaves it out
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=beside)
 
 
 def test_nothing_behind_the_end_is_read() -> None:
