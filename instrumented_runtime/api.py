@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perfledger.instrumented_runtime import openai_protocol
 from perfledger.instrumented_runtime.answer_text import AnswerText
 from perfledger.instrumented_runtime.engine_link import FAILED, LOADING, OK, EngineLink
-from perfledger.instrumented_runtime.faults import HEADER as FAULT_HEADER
-from perfledger.instrumented_runtime.faults import for_engine, parse_faults, plant
+from perfledger.instrumented_runtime.faults.delays import HEADER as FAULT_HEADER
+from perfledger.instrumented_runtime.faults.delays import for_engine, parse_faults, plant
 from perfledger.instrumented_runtime.messages import SamplingParams, Submit
 from perfledger.instrumented_runtime.openai_protocol import (
     CHAT,

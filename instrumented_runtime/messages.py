@@ -22,6 +22,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    n: int = 1  # answers to the same prompt, each sampled on its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,21 @@ class Submit:
     span_id: int  # 64 bits
     sent_ns: int  # start of its wait in the queue
     delays_ns: dict[str, int] = field(default_factory=dict)  # planted faults, by stage
+    tenant: str = ""  # whose it is: prefixes are shared, and turns taken, within a tenant
+    priority: int = 0  # lower goes first, as in vLLM
+    deadline_ns: int | None = None  # monotonic: when the caller stops waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """API to engine: stop this request and free its blocks. The reason is a LEAVE_REASONS name."""
+    """API to engine: stop this request and free its blocks. The reason is a LEAVE_REASONS name.
+
+    With a `choice` only that answer ends (a stop string was found), as if its last token had come.
+    """
 
     request: int
     reason: str
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,9 @@ class Ready:
     max_model_len: int
     parameters: int
     weights_hash: str
+    runtime_version: str = ""  # of the engine's code; the router refuses another one than its own
+    layout: str = ""  # the ranks of this replica, like "tp=2"
+    capacity: dict[str, int] = field(default_factory=dict)  # the capacity ledger, bytes and tokens
 
 
 class Token(NamedTuple):
@@ -73,6 +84,7 @@ class Token(NamedTuple):
     request: int
     token: int
     finish: str | None
+    choice: int = 0  # which of the n answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,10 @@ class StepOutput:
     seq: int
     sent_ns: int  # when the engine sent it: start of `detokenize`
     tokens: list[Token]
+    waiting: int = 0  # load of the engine after the step, for the router
+    running: int = 0
+    kv_blocks_used: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed, of those that wait or run
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from perfledger.instrumented_runtime.answer_text import AnswerText
 from perfledger.instrumented_runtime.engine_link import Answer, RequestFailedError, Sampled
-from perfledger.instrumented_runtime.faults import plant
+from perfledger.instrumented_runtime.faults.delays import plant
 from perfledger.instrumented_runtime.openai_protocol import (
     AnswerFormat,
     CompletionRequest,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perfledger.instrumented_runtime.faults import for_engine, parse_faults
+from perfledger.instrumented_runtime.faults.delays import for_engine, parse_faults
 from perfledger.instrumented_runtime.openai_protocol import RefusedError
 
 

@@ -1,0 +1,1 @@
+"""Who is computed when: queue, batch, admission, fairness between tenants, degrading."""
