@@ -1,1 +1,1 @@
-"""Collectives and copies as telemetry: of our runtime's ranks and of any torch.distributed program."""
+"""Collectives and copies as telemetry: of our ranks and of any torch.distributed program."""
