@@ -80,7 +80,10 @@ class EngineArm(Arm):
     """The engine process, as `perfledger serve` starts it, without a ring."""
 
     def __init__(self, folder: Path, threads: int, seats: int) -> None:
-        options = RuntimeOptions(threads=threads, max_num_seqs=seats, dtype="float32")
+        # The same prompts are sent again and again: a prefix cache would win without computing.
+        options = RuntimeOptions(
+            threads=threads, max_num_seqs=seats, dtype="float32", prefix_cache=False
+        )
         super().__init__(run_engine, options, folder)
         self.ready = self.pipe.recv()
         assert isinstance(self.ready, Ready), self.ready

@@ -40,9 +40,14 @@ from perfledger.instrumented_runtime.messages import (
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.instrumented_runtime.recorder import Recorder
 from perfledger.instrumented_runtime.ring import Reader, Ring, Writer
-from perfledger.instrumented_runtime.scheduler import Chunk, StepPlan
-from perfledger.instrumented_runtime.sequences import Sequence, sequence_of
-from perfledger.instrumented_runtime.telemetry import RequestRecord, TelemetrySender, open_channel
+from perfledger.instrumented_runtime.scheduling.plan import Chunk, StepPlan
+from perfledger.instrumented_runtime.scheduling.sequences import Request, request_of
+from perfledger.instrumented_runtime.telemetry import (
+    RankRing,
+    RequestRecord,
+    TelemetrySender,
+    open_channel,
+)
 from perfledger.schema.clocks import monotonic_ns, take_anchor
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
@@ -59,12 +64,12 @@ def hot_path(batch: int, repeats: int = 200) -> dict[str, float]:
     """Return us of thread CPU time a step, for requests that live for OUTPUT_TOKENS steps."""
     ring = Ring.create(65_536)
     reader, recorder = Reader.attach(ring.name), Recorder(Writer.attach(ring.name).write)
-    sequences = [sequence_of(submit(number)) for number in range(batch)]
+    requests = [request_of(submit(number)) for number in range(batch)]
     gc.disable()
     per_step = []
     for _ in range(repeats):
         start_ns = time.thread_time_ns()
-        write_life(recorder, sequences)
+        write_life(recorder, requests)
         per_step.append((time.thread_time_ns() - start_ns) / OUTPUT_TOKENS / 1000)
         reader.read(65_536)
     gc.enable()
@@ -73,17 +78,18 @@ def hot_path(batch: int, repeats: int = 200) -> dict[str, float]:
     return {"median_us": statistics.median(per_step), "min_us": min(per_step)}
 
 
-def write_life(recorder: Recorder, sequences: list[Sequence]) -> None:
+def write_life(recorder: Recorder, requests: list[Request]) -> None:
     """Write all records of a batch that is admitted at once and leaves at once."""
-    chunks = [Chunk(one, 0, PROMPT_TOKENS) for one in sequences]
+    sequences = [one.sequences[0] for one in requests]
+    chunks = [Chunk(one, 0, PROMPT_TOKENS, (one,), last=True) for one in sequences]
     for chunk in chunks:
-        recorder.admit(chunk.sequence, 1, 1, 1)
-        recorder.chunk(chunk, 1)
+        recorder.admit(chunk.sequence.of, 1, 1, 1, 0)
+        recorder.chunks([chunk], 1)
     recorder.step(StepPlan(0, [], chunks), 1, (1, 2, 3, 4, 5), (0, 100, 1000))
     decode = StepPlan(0, sequences, [])
     for seq in range(2, OUTPUT_TOKENS + 1):
         recorder.step(decode, seq, (1, 2, 3, 4, 5), (0, 100, 1000))
-    for one in sequences:
+    for one in requests:
         recorder.leave(one, OUTPUT_TOKENS, 1, "length")
 
 
@@ -156,7 +162,7 @@ def running_engine(options: RuntimeOptions, checkpoint: Path, telemetry: bool) -
 @contextmanager
 def running_exporter() -> Iterator[tuple[str, int, TelemetrySender]]:
     ring, (near, far) = Ring.create(65_536), open_channel()
-    arguments = (ring.name, far, take_anchor(), {"service.name": "bench"})
+    arguments = ([RankRing(ring.name)], far, take_anchor(), {"service.name": "bench"})
     process = SPAWN.Process(target=exporter.main, args=arguments)
     process.start()
     far.close()

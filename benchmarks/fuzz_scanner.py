@@ -20,7 +20,8 @@ import atheris
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 # Not the modules with kernels: numba cannot read what atheris makes of a function.
 _KERNELS = ("jit", "protobuf", "text", "scan", "keys", "fates", "simple_json", "gather")
-_UNSEEN = [f"perfledger.collectors.wire.{name}" for name in (*_KERNELS, "recent_spans")]
+_KERNELS += ("plain_attributes", "recent_spans")
+_UNSEEN = [f"perfledger.collectors.wire.{name}" for name in _KERNELS]
 with atheris.instrument_imports(include=["perfledger"], exclude=_UNSEEN):
     from wire_damage import damaged
     from wire_forms import Writer

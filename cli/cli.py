@@ -12,7 +12,18 @@ from perfledger.config import apply_settings, read_settings
 from perfledger.schema.errors import PerfledgerError
 from perfledger.selection import join_relative_times
 
-COMMANDS = ("demo", "serve", "collect", "store", "load", "attribute", "rerun", "report")
+COMMANDS = (
+    "demo",
+    "serve",
+    "train",
+    "collect",
+    "store",
+    "load",
+    "attribute",
+    "rerun",
+    "report",
+    "fault",
+)
 
 DESCRIPTION = "Perfledger: where the time of every LLM request went, and why."
 EXAMPLES = """\

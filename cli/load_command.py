@@ -30,6 +30,7 @@ workload files, recognised by the names of their columns:
   azure     CSV    TIMESTAMP, ContextTokens, GeneratedTokens
   burstgpt  CSV    Timestamp (s), Request tokens, Response tokens
   mooncake  JSONL  timestamp (ms), input_length, output_length, hash_ids
+  all of them may have: class, tenant, session, priority, deadline_ms
 
 Requests go out on an absolute schedule, whatever became of the ones before. Ctrl-C ends the run
 and keeps what was measured. Exit code 1: no request succeeded, or the server has gone."""
@@ -153,11 +154,31 @@ def _add_request(group: "argparse._ArgumentGroup") -> None:
         metavar="LOW:HIGH",
         help="range that prompts of completions draw from (default 300:2000)",
     )
+    group.add_argument(
+        "--n", type=_count, default=1, metavar="N", help="answers to each prompt (default 1)"
+    )
+    _add_traffic(group)
+
+
+def _add_traffic(group: "argparse._ArgumentGroup") -> None:
+    """What a workload's columns tenant, priority and deadline_ms may say of each request."""
+    group.add_argument(
+        "--tenant", default="", metavar="NAME", help="of requests whose workload names none"
+    )
+    group.add_argument(
+        "--priority", type=int, metavar="N", help="lower goes first; where the workload has none"
+    )
+    group.add_argument(
+        "--deadline-ms",
+        type=_count,
+        metavar="MS",
+        help="wait for the first token; where the workload has none",
+    )
 
 
 def _plan(args: argparse.Namespace) -> "LoadPlan":
     from perfledger.instrumented_runtime.load.plan import LoadPlan
-    from perfledger.instrumented_runtime.load.workload import Scaling, scale
+    from perfledger.instrumented_runtime.load.workload import Scaling, scale, with_defaults
 
     scaling = Scaling(
         time_scale=args.time_scale,
@@ -169,9 +190,15 @@ def _plan(args: argparse.Namespace) -> "LoadPlan":
         limit=args.limit,
         spread_grid=args.spread_grid,
     )
+    workload = with_defaults(
+        scale(_workload(args), scaling, args.seed),
+        tenant=args.tenant,
+        priority=args.priority,
+        deadline_ms=args.deadline_ms,
+    )
     return LoadPlan(
         url=args.url,
-        workload=scale(_workload(args), scaling, args.seed),
+        workload=workload,
         endpoint=args.endpoint,
         model=args.model,
         api_key=args.api_key,
@@ -181,6 +208,7 @@ def _plan(args: argparse.Namespace) -> "LoadPlan":
         timeout_s=args.timeout,
         ignore_eos=not args.respect_eos,
         temperature=args.temperature,
+        n=args.n,
         token_ids=args.token_ids,
     )
 

@@ -102,7 +102,7 @@ class Collector:
         self._backlog: deque[Segment] = deque()
         self._prepared: deque[Prepared] = deque()
         self._preparing: OpenSegment | None = None
-        self._derived: dict[str, list[pa.Table]] = {"steps": [], "requests": []}
+        self._derived: dict[str, list[pa.Table]] = {"steps": [], "requests": [], "collectives": []}
         self._failed: Counter[str] = Counter()
         self._reserved_bytes = 0
         self._is_disk_low = False
@@ -326,7 +326,8 @@ class Collector:
             settled = await asyncio.to_thread(
                 self._settling.settle, now_ns, wall_ns, everything=everything
             )
-            for name, rows in (("steps", settled.steps), ("requests", settled.requests)):
+            made = (settled.steps, settled.requests, settled.collectives)
+            for name, rows in zip(("steps", "requests", "collectives"), made, strict=True):
                 if rows.num_rows:
                     self._derived[name].append(rows)
             for defect in settled.defects:
@@ -381,10 +382,11 @@ def default_log_folder(store: Store) -> Path:
 def _resume(settling: Settling, store: Store) -> None:
     """Hand the newest spans of a store, with their steps and requests, to settling."""
     since_ns = _recent_since_ns(store, settling.limits)
-    spans, steps, requests = (
-        store.collect(name, since_ns=since_ns) for name in ("spans", "steps", "requests")
+    spans, steps, requests, collectives = (
+        store.collect(name, since_ns=since_ns)
+        for name in ("spans", "steps", "requests", "collectives")
     )
-    settling.resume(spans, steps, requests, since_ns=since_ns, now_ns=monotonic_ns())
+    settling.resume(spans, steps, requests, collectives, since_ns=since_ns, now_ns=monotonic_ns())
 
 
 def _recent_since_ns(store: Store, limits: SettleLimits) -> int:

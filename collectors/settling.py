@@ -1,8 +1,9 @@
-"""Derives `steps` and `requests` while spans arrive, from what is held in memory.
+"""Derives `steps`, `requests` and `collectives` while spans arrive, from what is held in memory.
 
 A step's row is made once its span is `settle_s` old. A request is derived when its root is
 `settle_s` old, and again at two later ages (`checks_ns`) in case spans were late: where the result
 differs from the row written last, a row with the next version is. Then its spans are let go.
+A collective's row is made at once, from its span alone, which is not held.
 Spans without a request are held for `hold_s`: parts of a long request arrive long before its root.
 
 Memory is bounded. What is let go unused, the oldest first, is counted, and a request that began
@@ -21,13 +22,14 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from perfledger.schema.attributes import STEP_NAMES
+from perfledger.schema.attributes import COLLECTIVE_NAME, STEP_NAMES
 from perfledger.schema.columns import Table
 from perfledger.schema.derive import request_rows, step_rows
+from perfledger.schema.derive_collectives import collective_rows, is_collective
 from perfledger.schema.intervals import Ints
 from perfledger.schema.request_roots import is_request_root
 from perfledger.schema.span_ids import SpanIds, SpanIndex
-from perfledger.schema.tables import REQUESTS, SPANS, STEPS
+from perfledger.schema.tables import COLLECTIVES, REQUESTS, SPANS, STEPS
 
 _SECOND_NS = 1_000_000_000
 _DEEPEST = 64  # spans between a span and its request
@@ -44,6 +46,7 @@ _NOT_CONTENT = ("version", "received_ns")
 COUNTS = (
     *("steps_derived", "requests_derived", "requests_rewritten", "requests_skipped"),
     *("spans_let_go", "steps_let_go", "steps_failed", "requests_failed"),
+    *("collectives_derived", "collectives_failed"),
 )
 
 Key = tuple[bytes, bytes]
@@ -82,6 +85,7 @@ class Settled:
 
     steps: pa.Table
     requests: pa.Table
+    collectives: pa.Table
     defects: tuple[Exception, ...] = ()
 
 
@@ -127,6 +131,7 @@ class Settling:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._checks_ns = self.limits.checks_ns
         self._arrived: deque[_Arrived] = deque()
+        self._calls: deque[pa.Table] = deque()
         # Arrived, and of no use so far: there is no request or step that they might belong to.
         self._idle: deque[_Arrived] = deque()
         self._spans = _held(_empty(SPANS), 0)
@@ -143,14 +148,28 @@ class Settling:
 
     def add(self, spans: pa.Table, now_ns: int) -> None:
         """Take rows of `spans` that have just arrived."""
+        spans = self._without_calls(spans)
         if spans.num_rows:
             self._arrived.append(_Arrived.of(spans, now_ns))
+
+    def _without_calls(self, spans: pa.Table) -> pa.Table:
+        """Take the collectives among spans, and return the others."""
+        is_call = pc.equal(spans["name"], COLLECTIVE_NAME)
+        if not pc.any(is_call).as_py():
+            return spans
+        calls = spans.filter(is_call).drop_columns([*_NEVER_READ, "links"])
+        if sum(one.num_rows for one in self._calls) + calls.num_rows <= self.limits.max_spans:
+            self._calls.append(calls)
+        else:
+            self.counts["spans_let_go"] += calls.num_rows
+        return spans.filter(pc.invert(is_call))
 
     def resume(
         self,
         spans: pl.DataFrame,
         steps: pl.DataFrame,
         requests: pl.DataFrame,
+        collectives: pl.DataFrame,
         *,
         since_ns: int,
         now_ns: int,
@@ -162,7 +181,9 @@ class Settling:
         """
         if spans.is_empty():
             return
-        self._arrived.append(_Arrived.of(spans.select(SPANS.names()).to_arrow(), now_ns))
+        derived = spans.join(collectives, on=_IDS, how="semi").filter(is_collective())
+        left = spans.join(derived, on=[*_IDS, "name"], how="anti", maintain_order="left")
+        self.add(left.select(SPANS.names()).to_arrow(), now_ns)
         self._steps = _held(steps, now_ns)
         for key, version, content in zip(
             _keys(requests), requests["version"], _content(requests), strict=True
@@ -180,17 +201,35 @@ class Settling:
 
         `received_ns` is the wall clock; it stamps the rows.
         """
+        calls = self._settle_calls(received_ns)
+        steps, requests = _Derived(_empty(STEPS)), _Derived(_empty(REQUESTS))
         try:
             self._take_arrived()
-            if self._spans.is_empty():
-                return Settled(STEPS.arrow().empty_table(), REQUESTS.arrow().empty_table())
-            age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
-            steps = self._settle_steps(now_ns - age_ns, received_ns)
-            requests = self._settle_requests(now_ns, received_ns, everything)
+            if not self._spans.is_empty():
+                age_ns = 0 if everything else int(self.limits.settle_s * _SECOND_NS)
+                steps = self._settle_steps(now_ns - age_ns, received_ns)
+                requests = self._settle_requests(now_ns, received_ns, everything)
         finally:
             self._let_go(now_ns)
-        defects = (*steps.defects, *requests.defects)
-        return Settled(_as_table(steps.rows, STEPS), _as_table(requests.rows, REQUESTS), defects)
+        return Settled(
+            _as_table(steps.rows, STEPS),
+            _as_table(requests.rows, REQUESTS),
+            _as_table(calls.rows, COLLECTIVES),
+            (*steps.defects, *requests.defects, *calls.defects),
+        )
+
+    def _settle_calls(self, received_ns: int) -> "_Derived":
+        """Make rows of the collectives that have arrived."""
+        arrived = [self._calls.popleft() for _ in range(len(self._calls))]
+        if not arrived:
+            return _Derived(_empty(COLLECTIVES))
+        spans = pl.DataFrame(pa.concat_tables(arrived))
+        derived = _derive_what_can_be(
+            spans, COLLECTIVES, lambda some: collective_rows(some, received_ns)
+        )
+        self.counts["collectives_derived"] += len(derived.rows)
+        self.counts["collectives_failed"] += derived.failed
+        return derived
 
     def _take_arrived(self) -> None:
         """Take what has come into the frame of held spans, once some of it can be derived from."""

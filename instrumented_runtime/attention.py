@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from perfledger.instrumented_runtime.checkpoints.config import ModelConfig
+from perfledger.instrumented_runtime.collectives.copies import Crossing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,18 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Blocks copied before a step computes, over all layers: pairs [moves, 2] of (from, to).
+
+    The three kinds follow one another, and each reads all its blocks before it writes one.
+    """
+
+    swap_out: Tensor | None = None  # device block to host block
+    copies: Tensor | None = None  # device block to device block (copy-on-write)
+    swap_in: Tensor | None = None  # host block to device block
+
+
+@dataclass(frozen=True, slots=True)
 class StepRows:
     """All rows of one step, as the model computes them."""
 
@@ -45,7 +58,8 @@ class StepRows:
     slots: Tensor  # [rows]: block * block_size + offset, where K and V of the row go
     decode: DecodeRows | None
     chunks: tuple[ChunkRows, ...]
-    sampled: Tensor | None  # rows whose logits are wanted; None for all
+    sampled: Tensor | None  # rows whose logits are wanted, one as often as named; None for all
+    moves: BlockMoves | None = None
 
 
 class PagedKvCache:
@@ -58,15 +72,42 @@ class PagedKvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        swap_blocks: int = 0,
     ) -> None:
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks, self.block_size, self.swap_blocks = blocks, block_size, swap_blocks
         self._kv_heads, self._head_dim = config.kv_heads, config.head_dim
         self._group = config.heads // config.kv_heads
         shape = (2, blocks, block_size, config.kv_heads, config.head_dim)
         self._layers = [_zeros(shape, dtype, device) for _ in range(config.layers)]
+        shape, host = (2, swap_blocks, *shape[2:]), torch.device("cpu")
+        layers = config.layers if swap_blocks else 0
+        self._swapped = [_zeros(shape, dtype, host) for _ in range(layers)]
         self._gathered = torch.empty(
             2, 0, block_size * config.kv_heads * config.head_dim, dtype=dtype, device=device
         )
+
+    @torch.inference_mode()
+    def apply(self, moves: BlockMoves) -> None:
+        """Copy blocks as told: models do it with the moves of a step before they compute it."""
+        if moves.swap_out is not None:
+            with self._crossing("offload_out", moves.swap_out):
+                for layer, swapped in zip(self._layers, self._swapped, strict=True):
+                    _copy_blocks(layer, swapped, moves.swap_out)
+        if moves.copies is not None:
+            for layer in self._layers:
+                _copy_blocks(layer, layer, moves.copies)
+        if moves.swap_in is not None:
+            with self._crossing("offload_in", moves.swap_in):
+                for layer, swapped in zip(self._layers, self._swapped, strict=True):
+                    _copy_blocks(swapped, layer, moves.swap_in)
+
+    def _crossing(self, boundary: str, pairs: Tensor) -> Crossing:
+        """Return what tells of so many blocks on their way to or from the host."""
+        layer = self._layers[0]
+        size = len(pairs) * layer[:, 0].numel() * layer.element_size() * len(self._layers)
+        places = [str(layer.device), str(self._swapped[0].device)]
+        source, target = places if boundary == "offload_out" else places[::-1]
+        return Crossing(boundary, source, target, layer.dtype, size, layer.device.type)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: StepRows
@@ -136,6 +177,11 @@ class PagedKvCache:
         torch.index_select(keys.flatten(1), 0, table, out=key)
         torch.index_select(values.flatten(1), 0, table, out=value)
         return key, value
+
+
+def _copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    read = source.index_select(1, pairs[:, 0].to(source.device))
+    target.index_copy_(1, pairs[:, 1].to(target.device), read.to(target.device))
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

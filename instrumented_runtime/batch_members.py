@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from perfledger.instrumented_runtime.records import Admit, Chunk, Step
+from perfledger.instrumented_runtime.records import Admit, ChoiceEnd, Chunk, Step
 from perfledger.instrumented_runtime.ring import to_unsigned
 
 # The engine may hear of an abort a step after the API ended the request.
@@ -31,8 +31,10 @@ class BatchRequest:
     waiting_since_ns: int | None = None  # preempted then, and not admitted again
     chunk: Chunk | None = None  # planned for the coming step
     decoding: bool = False  # its last chunk is behind it
+    sequences: int = 1  # that get a token in each step from then on
     sampled: bool = False
     first_sample_end_ns: int | None = None  # None also if the record of that step was lost
+    first_tokens: int = 1  # sampled then: one for each of its answers
     last_step_end_ns: int = 0
     ended_ns: int | None = None  # as the API said
     unsure: bool = False  # records were lost since it was last named
@@ -41,6 +43,17 @@ class BatchRequest:
         """Leave the batch by preemption, or (None) come back to it."""
         self.waiting_since_ns, self.decoding, self.chunk = since_ns, False, None
 
+    def resume(self, sequences: int) -> None:
+        """Decode from the coming step on, without a chunk: it was swapped in."""
+        if sequences:
+            self.decoding, self.sequences = True, sequences
+
+    def end_choice(self, end: ChoiceEnd) -> None:
+        """Go on with fewer sequences."""
+        self.sequences = end.sequences
+        if self.waiting_since_ns is None:
+            self.decoding = bool(end.decoding)
+
 
 class Member(NamedTuple):
     """The part that a request has in one step."""
@@ -48,7 +61,7 @@ class Member(NamedTuple):
     request: BatchRequest
     phase: str  # one of stages.PHASES
     tokens: int
-    samples: bool  # whether it gets a token at the end of the step
+    samples: int  # tokens that it gets at the end of the step
 
 
 class BatchMembers:
@@ -111,13 +124,14 @@ def _part(request: BatchRequest, step: Step) -> Member | None:
     chunk, request.chunk = request.chunk, None
     if chunk is not None:
         request.decoding = request.decoding or bool(chunk.last)
+        request.sequences = chunk.sequences
         if chunk.seq == step.seq:
             phase = "recompute" if chunk.recompute else "prefill"
-            return Member(request, phase, chunk.tokens, bool(chunk.last))
-        request.sampled = request.sampled or bool(chunk.last)  # in a step whose record was lost
+            return Member(request, phase, chunk.tokens, chunk.samples)
+        request.sampled = request.sampled or bool(chunk.samples)  # in a step whose record was lost
     if request.waiting_since_ns is not None or not request.decoding:
         return None
-    return Member(request, "decode", 1, True)
+    return Member(request, "decode", request.sequences, request.sequences)
 
 
 def remember(table: dict[int, T], number: int, value: T) -> None:

@@ -1,4 +1,4 @@
-"""The runtime's two children, engine and exporter: how they start and how they surely end.
+"""The runtime's children, the ranks of engines and the exporter: how they start and surely end.
 
 A child ends when its channel to the parent closes, so none outlives a parent that was killed.
 Ctrl-C and SIGTERM reach a whole process group; only the parent acts on them, and ends its children
@@ -6,8 +6,10 @@ in order (engine first: its last records still go through the exporter).
 """
 
 import multiprocessing
+import shutil
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,6 +17,9 @@ from pathlib import Path
 from socket import socket
 
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace
+from perfledger.instrumented_runtime.telemetry import RankRing
+from perfledger.instrumented_runtime.training.options import TrainOptions
 from perfledger.schema.clocks import ClockAnchor
 
 PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -22,22 +27,51 @@ KILL_WAIT_S = 5.0
 
 
 def spawn_engine(
-    options: RuntimeOptions, checkpoint: Path, ring_name: str | None
+    options: RuntimeOptions,
+    checkpoint: Path,
+    ring_name: str | None,
+    place: RankPlace = RankPlace(Layout()),  # noqa: B008 (frozen)
 ) -> tuple[BaseProcess, Connection]:
-    """Start the engine; return it and our end of the pipe to it."""
+    """Start one rank of an engine; return it and our end of the pipe to it."""
     near, far = multiprocessing.get_context("spawn").Pipe()
-    process = _spawn("engine", _run_engine, options, checkpoint, far, ring_name)
+    name = f"engine {place.replica}.{place.rank}"
+    process = _spawn(name, _run_engine, options, checkpoint, far, ring_name, place)
     far.close()  # else the pipe would not close with the engine
     return process, near
 
 
+def spawn_train_rank(
+    options: TrainOptions, place: RankPlace, ring_name: str | None
+) -> tuple[BaseProcess, Connection]:
+    """Start one rank of a training run; return it and our end of the connection to it."""
+    near, far = multiprocessing.get_context("spawn").Pipe()
+    process = _spawn(f"train {place.rank}", _run_train_rank, options, place, far, ring_name)
+    far.close()  # else the connection would not close with the rank
+    return process, near
+
+
 def spawn_exporter(
-    ring_name: str, channel: socket, anchor: ClockAnchor, resource: dict[str, str | int]
+    rings: Sequence[RankRing],
+    channel: socket,
+    anchor: ClockAnchor,
+    resource: dict[str, str | int],
 ) -> BaseProcess:
     """Start the exporter on its end of the channel, which is closed here."""
-    process = _spawn("exporter", _run_exporter, ring_name, channel, anchor, resource)
+    process = _spawn("exporter", _run_exporter, rings, channel, anchor, resource)
     channel.close()
     return process
+
+
+def make_rendezvous() -> str:
+    """Return the URL of a file in a new private folder, by which ranks meet."""
+    return f"file://{tempfile.mkdtemp(prefix='perfledger-ranks-')}/meet"
+
+
+def remove_rendezvous(place: RankPlace) -> None:
+    """Remove the folder of `make_rendezvous`; nothing where it is gone, or there was none."""
+    if place.rank == 0 and place.rendezvous.startswith("file:///"):
+        folder = Path(place.rendezvous.removeprefix("file://")).parent
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end(process: BaseProcess, timeout_s: float) -> None:
@@ -64,16 +98,34 @@ def _spawn(name: str, target: Callable[..., None], *args: object) -> BaseProcess
 
 
 def _run_engine(
-    options: RuntimeOptions, checkpoint: Path, connection: Connection, ring_name: str | None
+    options: RuntimeOptions,
+    checkpoint: Path,
+    connection: Connection,
+    ring_name: str | None,
+    place: RankPlace,
 ) -> None:
     from perfledger.instrumented_runtime import engine
 
-    engine.main(options, checkpoint, connection, ring_name)
+    try:
+        engine.main(options, checkpoint, connection, ring_name, place)
+    finally:
+        remove_rendezvous(place)  # the parent may have been killed
+
+
+def _run_train_rank(
+    options: TrainOptions, place: RankPlace, connection: Connection, ring_name: str | None
+) -> None:
+    from perfledger.instrumented_runtime.training import worker
+
+    worker.main(options, place, connection, ring_name)
 
 
 def _run_exporter(
-    ring_name: str, channel: socket, anchor: ClockAnchor, resource: dict[str, str | int]
+    rings: Sequence[RankRing],
+    channel: socket,
+    anchor: ClockAnchor,
+    resource: dict[str, str | int],
 ) -> None:
     from perfledger.instrumented_runtime import exporter
 
-    exporter.main(ring_name, channel, anchor, resource)
+    exporter.main(rings, channel, anchor, resource)

@@ -1,6 +1,7 @@
 """What the model runs on: device, dtype and threads, chosen once and recorded."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -42,6 +43,18 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
         return torch.float16 if stored == "float16" else torch.bfloat16
     fast = stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a device; of the CPU the host's, or less where a cgroup limits it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return host
+    return min(host, int(limit)) if limit.isdigit() else host
 
 
 def set_threads(asked: int) -> int:

@@ -15,21 +15,26 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfledger.instrumented_runtime.kv.inspecting import kv_map
 from perfledger.instrumented_runtime.messages import (
     USAGE,
     WHOLE_ENGINE,
     Abort,
+    Arrived,
     Failed,
-    Ready,
+    Inspect,
     SamplingParams,
     Shutdown,
     Submit,
 )
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace, name_of
 from perfledger.schema.clocks import monotonic_ns
 from perfledger.schema.errors import PerfledgerError, UsageError
 
 if TYPE_CHECKING:
+    from perfledger.instrumented_runtime.collectives.recording import RingSink
+    from perfledger.instrumented_runtime.recorder import Recorder
     from perfledger.instrumented_runtime.stepping import Stepper
 
 # mallopt(3): keep freed memory, and take it from the heap up to the largest size glibc allows.
@@ -38,19 +43,24 @@ M_MMAP_THRESHOLD, LARGEST_BYTES = -3, 32 * 1024 * 1024
 
 
 def main(
-    options: RuntimeOptions, checkpoint: Path, connection: Connection, ring_name: str | None
+    options: RuntimeOptions,
+    checkpoint: Path,
+    connection: Connection,
+    ring_name: str | None,
+    place: RankPlace = RankPlace(Layout()),  # noqa: B008 (frozen)
 ) -> None:
-    """Run the engine until Shutdown or the end of the pipe: the entry of its process.
+    """Run one rank of an engine until Shutdown or the end of the pipe: the entry of its process.
 
-    Sends Ready first, or Failed(request -1) if it cannot start; writes its records to the ring of
-    that name, or none without one. Ends with code 1 after an error of its own.
+    Sends Ready first (rank 0), or Failed(request -1) if it cannot start; writes its records to the
+    ring of that name, or none without one. Ends with code 1 after an error of its own.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API decides
     prepare_process()
     try:
-        stepper, ready = load(options, checkpoint, ring_name)
-        connection.send(ready)
-        serve(stepper, connection)
+        if not place.alone:
+            connection.send(Arrived())
+        run = lead if place.rank == 0 else follow
+        run(options, checkpoint, connection, ring_name, place)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the API process is gone
     except PerfledgerError as error:
@@ -77,49 +87,62 @@ def prepare_process() -> None:
             libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES)
 
 
-def load(
-    options: RuntimeOptions, checkpoint: Path, ring_name: str | None
-) -> tuple["Stepper", Ready]:
-    """Load the model and make its cache; return the engine and the facts about it.
-
-    Raises UsageError for a checkpoint or options that can never work.
-    """
-    from perfledger.instrumented_runtime import attention, devices
-    from perfledger.instrumented_runtime.checkpoints.config import read_config
-    from perfledger.instrumented_runtime.checkpoints.weights import weights_hash
-    from perfledger.instrumented_runtime.kv_blocks import blocks_for
-    from perfledger.instrumented_runtime.model import load_decoder
-    from perfledger.instrumented_runtime.recorder import Recorder
-    from perfledger.instrumented_runtime.ring import Writer
-    from perfledger.instrumented_runtime.scheduler import check_options, limits_of
+def lead(
+    options: RuntimeOptions,
+    checkpoint: Path,
+    connection: Connection,
+    ring_name: str | None,
+    place: RankPlace,
+) -> None:
+    """Be rank 0, or the only one: schedule, compute with the others, answer the API process."""
+    from perfledger.instrumented_runtime.collectives.listening import observe
+    from perfledger.instrumented_runtime.loading import load_rank
+    from perfledger.instrumented_runtime.parallel.leading import LeadingModel
     from perfledger.instrumented_runtime.stepping import Stepper
+    from perfledger.instrumented_runtime.tokenizer import Tokenizer
 
-    check_options(options)
-    threads = devices.set_threads(options.threads)
-    config = read_config(checkpoint)
-    max_model_len = _model_len(options, config.max_position_embeddings)
-    device = devices.choose_device(options.device)
-    dtype = devices.choose_dtype(options.dtype, config.dtype, device)
-    # More blocks than all sequences need at their full length would never be used.
-    most = options.max_num_seqs * blocks_for(max_model_len, options.block_size)
-    block_bytes = attention.block_bytes(config, options.block_size, dtype)
-    kv_blocks = min(options.kv_memory_bytes // block_bytes, most)
-    limits = limits_of(options, max_model_len=max_model_len, kv_blocks=kv_blocks)
-    model = load_decoder(checkpoint, config, dtype, device)
-    cache = attention.PagedKvCache(config, kv_blocks, options.block_size, dtype, device)
-    _warm_up(Stepper(model, cache, limits, None))
-    recorder = None if ring_name is None else Recorder(Writer.attach(ring_name).write)
-    ready = Ready(
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        kernel_path=attention.kernel_path(config, dtype, device),
-        threads=threads,
-        kv_blocks=kv_blocks,
-        max_model_len=max_model_len,
-        parameters=model.parameters,
-        weights_hash=weights_hash(checkpoint),
-    )
-    return Stepper(model, cache, limits, recorder), ready
+    rank = load_rank(options, checkpoint, place)
+    tokenizer = Tokenizer.load(checkpoint)
+    identity = (rank.facts.weights_hash, tokenizer.hash, tokenizer.template_hash)
+    peers = rank.placement.peers
+    leading = None if peers is None else LeadingModel(rank.model, peers)
+    model = leading or rank.model
+    try:
+        _warm_up(Stepper(model, rank.cache, rank.limits, None))
+        recorder, sink = _telemetry(ring_name)
+        if leading is not None:
+            leading.warmed_up(sink)
+        observe(sink)
+        connection.send(rank.facts)
+        serve(Stepper(model, rank.cache, rank.limits, recorder, identity), connection)
+    finally:
+        if leading is not None:
+            leading.end()
+
+
+def follow(
+    options: RuntimeOptions,
+    checkpoint: Path,
+    lifeline: Connection,
+    ring_name: str | None,
+    place: RankPlace,
+) -> None:
+    """Be another rank: compute what rank 0 says, until it ends or the lifeline does."""
+    from perfledger.instrumented_runtime.loading import load_rank
+    from perfledger.instrumented_runtime.parallel import following
+
+    following.end_with(lifeline)
+    rank = load_rank(options, checkpoint, place)
+    peers = rank.placement.peers
+    assert peers is not None
+    recorder, sink = _telemetry(ring_name)
+    gc.freeze()  # as in `serve`
+    try:
+        following.follow(rank.model, rank.cache, peers, recorder, sink)
+    except PerfledgerError as error:
+        sys.exit(f"{name_of(place)} ends: {error}")  # with code 1; rank 0 says it to the API
+    finally:
+        peers.leave()
 
 
 def serve(stepper: "Stepper", connection: Connection) -> None:
@@ -146,6 +169,18 @@ def serve(stepper: "Stepper", connection: Connection) -> None:
         stepper.abort_all("shutdown")
 
 
+def _telemetry(ring_name: str | None) -> "tuple[Recorder | None, RingSink | None]":
+    """Return what writes into the ring of that name: steps, and collectives and copies."""
+    if ring_name is None:
+        return None, None
+    from perfledger.instrumented_runtime.collectives.recording import RingSink
+    from perfledger.instrumented_runtime.recorder import Recorder
+    from perfledger.instrumented_runtime.ring import Writer
+
+    write = Writer.attach(ring_name).write
+    return Recorder(write), RingSink(write)
+
+
 def _warm_up(stepper: "Stepper") -> None:
     """Compute one prompt and one decode step: first calls load kernels and take memory."""
     stepper.submit(Submit(0, [0] * 16, SamplingParams(max_tokens=2), 0, 0, 0))
@@ -153,17 +188,10 @@ def _warm_up(stepper: "Stepper") -> None:
         stepper.step()
 
 
-def _take(stepper: "Stepper", message: Submit | Abort, connection: Connection) -> None:
+def _take(stepper: "Stepper", message: Submit | Abort | Inspect, connection: Connection) -> None:
     if isinstance(message, Abort):
-        stepper.abort(message.request, message.reason)
+        stepper.abort(message.request, message.reason, message.choice)
+    elif isinstance(message, Inspect):
+        connection.send(kv_map(stepper.scheduler))
     elif (refusal := stepper.submit(message)) is not None:
         connection.send(refusal)
-
-
-def _model_len(options: RuntimeOptions, checkpoint_limit: int) -> int:
-    if not 0 <= options.max_model_len <= checkpoint_limit:
-        raise UsageError(
-            f"max_model_len is {options.max_model_len}, but the checkpoint takes"
-            f" {checkpoint_limit} tokens"
-        )
-    return options.max_model_len or checkpoint_limit

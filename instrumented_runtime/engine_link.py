@@ -7,7 +7,6 @@ a queue while the pipe has no room, and a slow client delays only its own `Answe
 import asyncio
 import select
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -15,7 +14,11 @@ from perfledger.instrumented_runtime.messages import (
     USAGE,
     WHOLE_ENGINE,
     Abort,
+    Admitted,
+    Arrived,
     Failed,
+    Inspect,
+    KvMap,
     Ready,
     StepOutput,
     Submit,
@@ -23,15 +26,17 @@ from perfledger.instrumented_runtime.messages import (
 )
 
 LOADING, OK, FAILED, STOPPING = "loading", "ok", "failed", "stopping"
+PROCESS_ENDED = "the engine process ended"
 
 
 class RequestFailedError(Exception):
     """A request ended without its answer; `reason` is a LEAVE_REASONS name."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,20 @@ class Sampled:
     token: int
     finish: str | None
     sent_ns: int
+    choice: int = 0  # which of the request's n answers
 
 
 class Answer:
-    """The tokens of one request, as they come."""
+    """The tokens of one request, of all its choices, as they come."""
 
-    def __init__(self, link: "EngineLink", request: int) -> None:
-        self._link = link
-        self.request = request
+    def __init__(self, submit: Submit) -> None:
+        self.link: EngineLink | None = None  # the engine that has it
+        self.submit = submit
+        self.request = submit.request
+        self.started = False  # a token has come
+        self.retries = 0  # how often another engine got it after one had failed
+        self.open = set(range(submit.sampling.n))  # choices of which tokens are still to come
+        self.admitted: Admitted | None = None  # known at the latest with the first token
         self.arrived: asyncio.Queue[Sampled | RequestFailedError] = asyncio.Queue()
 
     async def next(self) -> Sampled:
@@ -63,14 +74,51 @@ class Answer:
 
         Does nothing once the request has ended.
         """
-        self._link.abort(self.request, reason, detail)
+        if self.link is not None:
+            self.link.abort(self.request, reason, detail)
+
+    def end_choice(self, choice: int, reason: str) -> None:
+        """End one choice in the engine: no token of it comes any more. The last ends them all."""
+        if self.open == {choice}:
+            self.abort(reason)
+        elif choice in self.open:
+            self.open.remove(choice)
+            if self.link is not None:
+                self.link.end_choice(self.request, choice, reason)
+
+
+class Hears:
+    """What follows from what the engine says; by itself nothing."""
+
+    def changed(self) -> None:
+        """The engine is ready, or has failed."""
+
+    def arrived(self) -> None:
+        """Rank 0 is where the ranks meet."""
+
+    def stepped(self, step: StepOutput) -> None:
+        """A step has ended; its tokens are on their way."""
+
+    def answered(self) -> None:
+        """The engine refused a request."""
+
+    def kv_found(self, found: KvMap) -> None:
+        """The answer to `EngineLink.inspect`."""
+
+    def explain(self, detail: str) -> str:
+        """Return why the engine failed, perhaps better than `detail`."""
+        return detail
+
+    def rescue(self, answer: Answer) -> bool:
+        """Give a request that got no token to another engine, or return False."""
+        return False
 
 
 class EngineLink:
     """State of the engine as the API sees it, and the requests that are in it."""
 
-    def __init__(self, connection: Connection, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when the engine is ready, and when it has failed."""
+    def __init__(self, connection: Connection, hears: "Hears") -> None:
+        self._hears = hears
         self._connection = connection
         self._writable = select.poll()
         self._writable.register(connection.fileno(), select.POLLOUT)
@@ -80,7 +128,6 @@ class EngineLink:
         self.failure = ""
         self.misused = False  # it failed because it could never start as asked
         self.ready: Ready | None = None
-        self._on_change = on_change
 
     @property
     def in_flight(self) -> int:
@@ -94,9 +141,19 @@ class EngineLink:
 
     def submit(self, submit: Submit) -> Answer:
         """Hand a request to the engine."""
-        answer = self._answers[submit.request] = Answer(self, submit.request)
-        self._send(submit)
+        answer = Answer(submit)
+        self.take(answer)
         return answer
+
+    def take(self, answer: Answer) -> None:
+        """Hand a request to the engine whose answer is waited for already."""
+        answer.link = self
+        self._answers[answer.request] = answer
+        self._send(answer.submit)
+
+    def inspect(self) -> None:
+        """Ask for the KV map: `Hears.kv_found` gets it after the step that runs."""
+        self._send(Inspect())
 
     def abort(self, request: int, reason: str, detail: str) -> None:
         """See Answer.abort."""
@@ -104,6 +161,16 @@ class EngineLink:
         if answer is not None:
             answer.arrived.put_nowait(RequestFailedError(reason, detail))
             self._send(Abort(request, reason))
+
+    def end_choice(self, request: int, choice: int, reason: str) -> None:
+        """See Answer.end_choice."""
+        if request in self._answers:
+            self._send(Abort(request, reason, choice))
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The requests that are in the engine now."""
+        return list(self._answers.values())
 
     def refuse_new(self) -> None:
         """From now on the API takes no request for this engine."""
@@ -132,44 +199,59 @@ class EngineLink:
         if self.state == FAILED:
             return
         self._forget_pipe()
+        detail = self._hears.explain(detail)
         self.failure, self.state = detail, FAILED
         self._unsent.clear()
         answers, self._answers = self._answers, {}
         for answer in answers.values():
-            answer.arrived.put_nowait(RequestFailedError("error", detail))
-        self._on_change()
+            if answer.started or not self._hears.rescue(answer):
+                answer.arrived.put_nowait(RequestFailedError("error", detail))
+        self._hears.changed()
 
     def _receive(self) -> None:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
-            self.fail("the engine process ended")
+            self.fail(PROCESS_ENDED)
             return
         if isinstance(message, StepOutput):
             self._distribute(message)
+            self._hears.stepped(message)
         elif isinstance(message, Ready):
             self.ready = message
             if self.state == LOADING:
                 self.state = OK
-            self._on_change()
+            self._hears.changed()
         elif isinstance(message, Failed):
             self._refused_by_engine(message)
+            self._hears.answered()
+        elif isinstance(message, KvMap):
+            self._hears.kv_found(message)
+        elif isinstance(message, Arrived):
+            self._hears.arrived()
 
     def _distribute(self, step: StepOutput) -> None:
-        for token in step.tokens:
-            answer = self._answers.get(token.request)
-            if answer is None:
+        for admitted in step.admitted:
+            if answer := self._answers.get(admitted.request):
+                answer.admitted = admitted
+        for request, token, finish, choice in step.tokens:
+            answer = self._answers.get(request)
+            if answer is None or choice not in answer.open:
                 continue  # aborted while the engine computed the step
-            answer.arrived.put_nowait(Sampled(token.token, token.finish, step.sent_ns))
-            if token.finish is not None:
-                del self._answers[token.request]
+            answer.started = True
+            answer.arrived.put_nowait(Sampled(token, finish, step.sent_ns, choice))
+            if finish is not None:
+                answer.open.remove(choice)
+                if not answer.open:
+                    del self._answers[request]
 
     def _refused_by_engine(self, failed: Failed) -> None:
         if failed.request == WHOLE_ENGINE:
             self.misused = failed.reason == USAGE
             self.fail(failed.detail)
         elif (answer := self._answers.pop(failed.request, None)) is not None:
-            answer.arrived.put_nowait(RequestFailedError(failed.reason, failed.detail))
+            error = RequestFailedError(failed.reason, failed.detail, failed.retry_after_s)
+            answer.arrived.put_nowait(error)
 
     def _send(self, message: ToEngine) -> None:
         if self._connection.closed:
@@ -187,7 +269,7 @@ class EngineLink:
             try:
                 self._connection.send(self._unsent[0])
             except OSError:
-                self.fail("the engine process ended")
+                self.fail(PROCESS_ENDED)
                 return
             self._unsent.popleft()
         self._loop.remove_writer(self._connection.fileno())

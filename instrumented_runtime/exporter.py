@@ -1,6 +1,6 @@
-"""The exporter process: the engine's ring and the API's records in, OTLP out.
+"""The exporter process: the rings of all ranks and the API's records in, OTLP out.
 
-It shares the engine's cores, so it is nice and it sleeps: it wakes when a request has finished,
+It shares the engines' cores, so it is nice and it sleeps: it wakes when a request has finished,
 and at least every POLL_S. It ends, drained and flushed within bounded time, when the API's end of
 the channel closes, be it on purpose or because that process died.
 
@@ -15,14 +15,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perfledger.instrumented_runtime.otel_environment import protocol_of
-from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
-from perfledger.instrumented_runtime.ring import Reader
+from perfledger.instrumented_runtime.record_spans import FinishedSpan
+from perfledger.instrumented_runtime.ring_spans import AllRings
 from perfledger.instrumented_runtime.telemetry import (
     MAX_RECORD_BYTES,
     EngineRecord,
+    RankRing,
     RequestRecord,
     decode,
 )
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 NICENESS = 5
 POLL_S = 0.1
-READ_RECORDS = 8192
 # An engine that outlives the API by a step may still write; when it is quiet for that long, or
 # has written for so long, it is not waited for.
 QUIET_S, DRAIN_S = 0.3, 2.0
@@ -44,40 +45,34 @@ FAILING_FLUSH_S = 0.5  # when the collector took nothing lately either
 
 
 class Exporter:
-    """What the process holds: both ways in, the state machine, and the sender (None: off)."""
+    """What the process holds: both ways in, the state machines, and the sender (None: off)."""
 
-    def __init__(self, reader: Reader, channel: socket.socket, sender: "SpanSender | None") -> None:
+    def __init__(
+        self, rings: AllRings, channel: socket.socket, sender: "SpanSender | None"
+    ) -> None:
         channel.setblocking(False)
-        self.spans = RecordSpans(random.Random())
         self.open = True
-        self._reader = reader
+        self._rings = rings
+        self._first = next(iter(rings)).reader  # its header shows what was exported
         self._channel = channel
         self._sender = sender
-        for metric in metrics.METRICS:  # from 0 on: the first loss is an increase too
-            if metric.kind == "counter" and not metric.attribute:
-                self.spans.counts[metric, ""] = 0
-        for where in metrics.LOST_WHERE:
-            self.spans.counts[metrics.TELEMETRY_LOST, where] = 0
 
     def turn(self, timeout_s: float) -> int:
         """Wait for the API at most `timeout_s`, take what there is, and return how much it was.
 
-        The API's records are taken first and fed last: whatever the engine wrote before a
+        The API's records are taken first and fed last: whatever an engine wrote before a
         request ended is in the ring by then, or known to be missing.
         """
         select.select([self._channel] if self.open else [], [], [], timeout_s)
+        taken = self._rings.taken
         requests = self._receive()
-        taken = len(requests)
-        while records := self._reader.read(READ_RECORDS):
-            taken += len(records)
-            for record in records:
-                self._pass_on(self.spans.feed(record))
-        for gap in self._reader.gap_at_end():
-            self._pass_on(self.spans.feed(gap))
+        for ring in self._rings:
+            for spans in ring.read():
+                self._pass_on(spans)
         for request in requests:
-            self._pass_on(self.spans.feed(request))
+            self._pass_on(self._rings.finished(request))
         self._publish()
-        return taken
+        return self._rings.taken - taken + len(requests)
 
     def drain(self) -> None:
         """Take what is still being written, then close what is open."""
@@ -87,7 +82,8 @@ class Exporter:
             if self.turn(POLL_S / 2):
                 quiet_s = time.monotonic() + QUIET_S
             now_s = time.monotonic()
-        self._pass_on(self.spans.end())
+        for ring in self._rings:
+            self._pass_on(ring.spans.end())
 
     def flush(self) -> None:
         """Send what is buffered, for a bounded time, and publish the last counts."""
@@ -109,10 +105,11 @@ class Exporter:
                 break
             record, dropped = decode(message)
             if isinstance(record, EngineRecord):
-                self.spans.feed(record)  # before any step of that engine
+                for spans in self._rings.started(record):  # before any step of that engine
+                    self._pass_on(spans)
             else:
                 received.append(record)
-            self.spans.counts[metrics.TELEMETRY_LOST, "socket"] = dropped
+            self._rings.own_counts[metrics.TELEMETRY_LOST, "socket"] = dropped
         return received
 
     def _pass_on(self, spans: list[FinishedSpan]) -> None:
@@ -122,13 +119,16 @@ class Exporter:
     def _publish(self) -> None:
         if self._sender:
             exported, lost = self._sender.exported, self._sender.lost
-            self.spans.counts[metrics.TELEMETRY_EXPORTED, ""] = exported
-            self.spans.counts[metrics.TELEMETRY_LOST, "export"] = lost
-            self._reader.publish(exported, lost)
+            self._rings.own_counts[metrics.TELEMETRY_EXPORTED, ""] = exported
+            self._rings.own_counts[metrics.TELEMETRY_LOST, "export"] = lost
+            self._first.publish(exported, lost)
 
 
 def main(
-    ring_name: str, channel: socket.socket, anchor: ClockAnchor, resource: dict[str, str | int]
+    rings: Sequence[RankRing],
+    channel: socket.socket,
+    anchor: ClockAnchor,
+    resource: dict[str, str | int],
 ) -> None:
     """Run the exporter until the other end of `channel` closes; the entry of its process.
 
@@ -141,22 +141,22 @@ def main(
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line each try: ours is one
     try:
         with channel:
-            _run(Reader.attach(ring_name), channel, anchor, resource)
+            _run(AllRings(rings, random.Random()), channel, anchor, resource)
     except PerfledgerError as error:
         print(f"perfledger exporter: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
 def _run(
-    reader: Reader, channel: socket.socket, anchor: ClockAnchor, resource: dict[str, str | int]
+    rings: AllRings, channel: socket.socket, anchor: ClockAnchor, resource: dict[str, str | int]
 ) -> None:
     from perfledger.instrumented_runtime import otlp
 
     traces, points = protocol_of("TRACES", os.environ), protocol_of("METRICS", os.environ)
     described = otlp.build_resource(resource, anchor)
     sender = otlp.SpanSender(otlp.span_exporter(traces), described, anchor) if traces else None
-    exporter = Exporter(reader, channel, sender)
-    stop_metrics = otlp.start_metrics(points, described, exporter.spans) if points else None
+    exporter = Exporter(rings, channel, sender)
+    stop_metrics = otlp.start_metrics(points, described, rings) if points else None
     while exporter.open:
         exporter.turn(POLL_S)
     exporter.drain()

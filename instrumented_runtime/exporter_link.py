@@ -1,6 +1,7 @@
-"""The API's side of telemetry: the ring, the exporter process, and what was lost on the way."""
+"""The API's side of telemetry: the rings, the exporter process, and what was lost on the way."""
 
 import asyncio
+import itertools
 import sys
 import uuid
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.instrumented_runtime.ring import Ring
 from perfledger.instrumented_runtime.telemetry import (
     EngineRecord,
+    RankRing,
     RequestRecord,
     TelemetrySender,
     open_channel,
@@ -23,7 +25,8 @@ FLUSH_S = 10.0  # for the exporter to send what it has, once all else has ended
 class Telemetry(Protocol):
     """Where records go."""
 
-    ring_name: str | None
+    def ring_name(self, replica: str, rank: int) -> str | None:
+        """Return the ring that a rank writes to; None: it does not record."""
 
     def start(self) -> None:
         """Start what sends them, from the running event loop."""
@@ -41,7 +44,9 @@ class Telemetry(Protocol):
 class NoTelemetry:
     """--no-telemetry: records go nowhere."""
 
-    ring_name: str | None = None
+    def ring_name(self, replica: str, rank: int) -> str | None:
+        """See Telemetry."""
+        return None
 
     def start(self) -> None:
         """See Telemetry."""
@@ -59,20 +64,28 @@ class NoTelemetry:
 
 
 class ExporterLink:
-    """A ring for the engine, a channel for the API, and the exporter process that reads both."""
+    """A ring for each rank of each replica, a channel for the API, and the exporter process that
+    reads them all. A restarted rank goes on in the ring of the one before."""
 
     def __init__(self, options: RuntimeOptions) -> None:
-        self._ring = Ring.create(options.ring_slots)
+        places = itertools.product(range(options.replicas), range(options.layout.world))
+        self._rings = {
+            (str(replica), rank): Ring.create(options.ring_slots) for replica, rank in places
+        }
         near, self._far = open_channel()
         self._sender = TelemetrySender(near)
         self._anchor = take_anchor()
         self._resource = resource_of(options)
-        self.ring_name: str | None = self._ring.name
         self._running = self._stopping = False
+
+    def ring_name(self, replica: str, rank: int) -> str | None:
+        """See Telemetry."""
+        return self._rings[replica, rank].name
 
     def start(self) -> None:
         """See Telemetry."""
-        self._process = spawn_exporter(self._ring.name, self._far, self._anchor, self._resource)
+        rings = [RankRing(ring.name, *place) for place, ring in self._rings.items()]
+        self._process = spawn_exporter(rings, self._far, self._anchor, self._resource)
         self._running = True
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._ended)
 
@@ -82,13 +95,15 @@ class ExporterLink:
 
     def report(self) -> Mapping[str, object]:
         """See Telemetry."""
-        counts = self._ring.counts()
-        never_read = 0 if self._running else self._ring.unread
+        rings = list(self._rings.values())
+        dropped = sum(ring.counts().dropped for ring in rings)
+        never_read = 0 if self._running else sum(ring.unread for ring in rings)
+        exported = rings[0].counts()
         return {
             "exporter": "running" if self._running else "ended",
-            "dropped": counts.dropped + self._sender.dropped + never_read,
-            "exported": counts.exported,
-            "export_failed": counts.export_failed,
+            "dropped": dropped + self._sender.dropped + never_read,
+            "exported": exported.exported,
+            "export_failed": exported.export_failed,
         }
 
     def stop(self) -> Mapping[str, object]:
@@ -98,7 +113,8 @@ class ExporterLink:
         end(self._process, FLUSH_S)
         self._running = False
         report = self.report()
-        self._ring.close()
+        for ring in self._rings.values():
+            ring.close()
         return report
 
     def _ended(self) -> None:

@@ -4,6 +4,7 @@ They travel pickled over one private pipe. Times are monotonic ns, shared by all
 host. A request is known by a small integer that the API process counts up.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,6 +60,12 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """Rank to API, once, where it has peers: it is about to meet them. One that does not say so
+    within a minute is named as the one that never joined."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """Engine to API, once: the model is loaded. Facts about what really runs."""
 
@@ -87,6 +94,14 @@ class Token(NamedTuple):
     choice: int = 0  # which of the n answers
 
 
+class Admitted(NamedTuple):
+    """What became of a request at its admission; comes once, at the latest with its first token."""
+
+    request: int
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    degraded: str = ""  # what the degrading policy changed, like "cap_max_tokens=64"
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Engine to API: all tokens of one step, in one message."""
@@ -94,6 +109,7 @@ class StepOutput:
     seq: int
     sent_ns: int  # when the engine sent it: start of `detokenize`
     tokens: list[Token]
+    admitted: Sequence[Admitted] = ()
     waiting: int = 0  # load of the engine after the step, for the router
     running: int = 0
     kv_blocks_used: int = 0
@@ -107,7 +123,34 @@ class Failed:
     request: int
     reason: str
     detail: str
+    retry_after_s: int | None = None  # of a refusal: when it may be worth coming back
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = Ready | StepOutput | Failed
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """API to engine: say what is in the KV cache."""
+
+
+class KvHolding(NamedTuple):
+    """What one request holds of the KV cache: blocks, some perhaps shared, and tokens in them."""
+
+    request: int
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvMap:
+    """Engine to API: the KV cache between two steps. Blocks are free, held by requests (used), or
+    kept for their prefix by nobody (cached), and these three are all of them."""
+
+    block_size: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    requests: tuple[KvHolding, ...] = ()
+
+
+ToEngine = Submit | Abort | Inspect | Shutdown
+FromEngine = Arrived | Ready | StepOutput | Failed | KvMap

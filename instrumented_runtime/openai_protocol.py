@@ -1,8 +1,8 @@
-"""The OpenAI protocol as plain data: a request body to a checked request, results to JSON bytes.
+"""Requests of the OpenAI protocol as plain data: from a body to a checked request.
 
 What would change an answer's meaning and is not done here is refused by name; other unknown fields
-are ignored, since clients send extras. Shapes follow OpenAI's API reference for chat completions
-and (legacy) completions.
+are ignored, since clients send extras. Fields follow OpenAI's API reference for chat completions
+and (legacy) completions; `ignore_eos` and `priority` are vLLM's. openai_answers has the other way.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
+MAX_CHOICES = 128  # of n, as OpenAI has it; the engine takes no more than its batch has places
 INT64 = 2**63
+PRIORITIES = 2**31  # priorities are from -PRIORITIES to PRIORITIES - 1
 
 # `developer` is the newer name of `system`; chat templates know the older one.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -28,8 +30,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # Fields that would change the answer and are not supported, each with the values that ask for
 # nothing (null always does).
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -48,6 +48,22 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "top_k": (0, -1),
     "min_p": (0, 0.0),
     "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "web_search_options": (),
+    "cache_salt": ("",),  # prefixes are shared within a tenant: send x-perfledger-tenant
 }
 
 
@@ -55,12 +71,19 @@ class RefusedError(UsageError):
     """A request that is answered with an HTTP error. `code` is of low cardinality."""
 
     def __init__(
-        self, what: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400
+        self,
+        what: str,
+        *,
+        code: str = "invalid_value",
+        param: str | None = None,
+        status: int = 400,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(what)
         self.code = code
         self.param = param
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +102,8 @@ class CompletionRequest:
     ignore_eos: bool
     stream: bool
     include_usage: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def to_json(self) -> dict[str, object]:
-        """Return OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    n: int = 1
+    priority: int | None = None
 
 
 def parse_request(operation: str, body: bytes) -> CompletionRequest:
@@ -104,6 +111,8 @@ def parse_request(operation: str, body: bytes) -> CompletionRequest:
     fields = _parse_object(body)
     for name, neutral in UNSUPPORTED.items():
         _refuse_unless_neutral(name, fields.get(name), neutral)
+    n = _integer(fields, "n", 1, MAX_CHOICES) or 1
+    _refuse_unless_neutral("best_of", fields.get("best_of"), (n,))
     chat = operation == CHAT
     stream = _boolean(fields, "stream")
     return CompletionRequest(
@@ -119,68 +128,9 @@ def parse_request(operation: str, body: bytes) -> CompletionRequest:
         ignore_eos=_boolean(fields, "ignore_eos"),
         stream=stream,
         include_usage=_include_usage(fields.get("stream_options"), stream),
+        n=n,
+        priority=_integer(fields, "priority", -PRIORITIES, PRIORITIES - 1),
     )
-
-
-def error_body(what: str, *, kind: str, code: str | None, param: str | None = None) -> bytes:
-    """Return OpenAI's error object as JSON."""
-    return orjson.dumps({"error": {"message": what, "type": kind, "param": param, "code": code}})
-
-
-def error_kind(status: int) -> str:
-    """Return the `type` that goes with an HTTP status."""
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
-class AnswerFormat:
-    """One answer in OpenAI's JSON, whole or in chunks; what never changes is encoded once."""
-
-    def __init__(self, request: CompletionRequest, answer_id: str, created_s: int) -> None:
-        self._request = request
-        self._head = {"id": answer_id, "object": "", "created": created_s, "model": request.model}
-        chat = request.operation == CHAT
-        self._head["object"] = "chat.completion.chunk" if chat else TEXT_COMPLETION
-        self._prefix = b"data: " + orjson.dumps(self._head)[:-1]
-        self._usage_null = b',"usage":null' if request.include_usage else b""
-        content = b'"delta":{"content":' if chat else b'"text":'
-        self._before_text = self._prefix + b',"choices":[{"index":0,' + content
-        closing = b'},"logprobs":null' if chat else b',"logprobs":null'
-        self._after_text = closing + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
-
-    def opening(self) -> bytes:
-        """Return the event before the first text: a chat's role."""
-        if self._request.operation != CHAT:
-            return b""
-        return self._event({"delta": {"role": "assistant", "content": ""}}, None)
-
-    def text(self, text: str) -> bytes:
-        """Return the event of some text ("" has none)."""
-        return self._before_text + orjson.dumps(text) + self._after_text if text else b""
-
-    def closing(self, finish_reason: str, usage: Usage) -> bytes:
-        """Return the events that end the stream."""
-        chat = self._request.operation == CHAT
-        events = self._event({"delta": {}} if chat else {"text": ""}, finish_reason)
-        if self._request.include_usage:
-            tail = orjson.dumps({"choices": [], "usage": usage.to_json()})
-            events += self._prefix + b"," + tail[1:] + b"\n\n"
-        return events + b"data: [DONE]\n\n"
-
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> bytes:
-        """Return the answer to a request that is not streamed."""
-        if self._request.operation == CHAT:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice: dict[str, object] = {"index": 0, "message": message}
-            head = self._head | {"object": "chat.completion"}
-        else:
-            choice, head = {"index": 0, "text": text}, self._head
-        choice |= {"logprobs": None, "finish_reason": finish_reason}
-        return orjson.dumps(head | {"choices": [choice], "usage": usage.to_json()})
-
-    def _event(self, content: dict[str, object], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        choices = orjson.dumps({"choices": [choice]})
-        return self._prefix + b"," + choices[1:-1] + self._usage_null + b"}\n\n"
 
 
 def _parse_object(body: bytes) -> dict[str, object]:
@@ -196,8 +146,7 @@ def _parse_object(body: bytes) -> dict[str, object]:
 def _refuse_unless_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     if value is None or any(type(value) is type(one) and value == one for one in neutral):
         return
-    what = "n must be 1" if name == "n" else f"{name} is not supported"
-    raise RefusedError(what, code="unsupported_parameter", param=name)
+    raise RefusedError(f"{name} is not supported", code="unsupported_parameter", param=name)
 
 
 def _wrong_type(name: str, expected: str) -> RefusedError:

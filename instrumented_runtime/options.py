@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from perfledger.instrumented_runtime.parallel.layout import Layout
+
 MIB = 1024 * 1024
 
 
@@ -9,7 +11,7 @@ MIB = 1024 * 1024
 class RuntimeOptions:
     """Options of `perfledger serve`; the command line's help is made of the same words."""
 
-    model: str = "reference"  # reference, reference-small, smollm2 or a checkpoint folder
+    model: str = "reference"  # a checkpoints.resolve.REFERENCES name, smollm2 or a folder
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "auto"  # auto, cpu, cuda, cuda:1
@@ -28,6 +30,7 @@ class RuntimeOptions:
     degrade: tuple[str, ...] = ()  # steps of the degrading policy, in order (degrading.STEPS)
     replicas: int = 1  # engines behind the API
     route: str = "least-queue"  # round-robin, least-queue, prefix-affinity
+    health_timeout_s: float = 10.0  # an engine silent for so long while it has work is unhealthy
     tensor_parallel: int = 1  # ranks of one replica in each dimension; their product are its
     pipeline_parallel: int = 1  # processes
     expert_parallel: int = 1
@@ -38,3 +41,13 @@ class RuntimeOptions:
     telemetry: bool = True
     allow_faults: bool = False  # honour the header x-perfledger-fault (tests and drills)
     ring_slots: int = 65_536  # records kept for the exporter before records are dropped
+
+    @property
+    def layout(self) -> Layout:
+        """Return how the ranks of one replica are laid out."""
+        return Layout(
+            pp=self.pipeline_parallel,
+            cp=self.context_parallel,
+            ep=self.expert_parallel,
+            tp=self.tensor_parallel,
+        )

@@ -8,7 +8,7 @@ its own, and what does not fit or is not accepted is counted as lost.
 import logging
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -20,7 +20,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
+from perfledger.instrumented_runtime.record_spans import FinishedSpan
+from perfledger.instrumented_runtime.ring_spans import AllRings
 from perfledger.schema.attributes import SCHEMA_VERSION, SCOPE_NAME
 from perfledger.schema.clocks import ClockAnchor
 from perfledger.schema.metrics import METRICS, Metric
@@ -184,8 +185,8 @@ def to_readable(span: FinishedSpan, resource: Resource, anchor: ClockAnchor) -> 
     )
 
 
-def start_metrics(protocol: str, resource: Resource, spans: RecordSpans) -> Callable[[float], None]:
-    """Send the counters and gauges of `spans` every OTEL_METRIC_EXPORT_INTERVAL ms (5000).
+def start_metrics(protocol: str, resource: Resource, rings: AllRings) -> Callable[[float], None]:
+    """Send the counters and gauges of `rings` every OTEL_METRIC_EXPORT_INTERVAL ms (5000).
 
     Returns what sends them a last time and ends that, in at most about so many seconds.
     """
@@ -197,10 +198,10 @@ def start_metrics(protocol: str, resource: Resource, spans: RecordSpans) -> Call
     meter = provider.get_meter(SCOPE_NAME, SCHEMA_VERSION)
     for metric in METRICS:
         if metric.kind == "gauge":
-            observe = _gauge(metric, spans)
+            observe = _gauge(metric, rings)
             meter.create_observable_gauge(metric.name, [observe], metric.unit, metric.meaning)
         else:
-            observe = _counter(metric, spans.counts)
+            observe = _counter(metric, rings)
             meter.create_observable_counter(metric.name, [observe], metric.unit, metric.meaning)
     return lambda timeout_s: reader.shutdown(timeout_s * 1000)
 
@@ -208,18 +209,18 @@ def start_metrics(protocol: str, resource: Resource, spans: RecordSpans) -> Call
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
-def _counter(metric: Metric, counts: Counter[tuple[Metric, str]]) -> Callback:
+def _counter(metric: Metric, rings: AllRings) -> Callback:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
-        for (counted, value), count in dict(counts).items():  # a copy: another thread counts
+        for (counted, value), count in rings.counts().items():
             if counted is metric:
                 yield Observation(count, {metric.attribute: value} if metric.attribute else {})
 
     return observe
 
 
-def _gauge(metric: Metric, spans: RecordSpans) -> Callback:
+def _gauge(metric: Metric, rings: AllRings) -> Callback:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
-        value = spans.gauges.pop(metric, None)  # said once: no step since means nothing to say
-        return [] if value is None else [Observation(value)]
+        # Said once: no step since means nothing to say.
+        return [Observation(value, of) for value, of in rings.take_gauge(metric)]
 
     return observe

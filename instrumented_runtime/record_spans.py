@@ -15,25 +15,49 @@ from perfledger.instrumented_runtime.batch_members import (
     Member,
     remember,
 )
+from perfledger.instrumented_runtime.collective_spans import StepTraffic
+from perfledger.instrumented_runtime.expert_records import RoutedSteps
+from perfledger.instrumented_runtime.record_attributes import (
+    Attributes,
+    account_attributes,
+    degrade_attributes,
+    forward_end_ns,
+    no_memory_attributes,
+    step_attributes,
+    step_name,
+)
 from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
-    NOT_READ,
     WAIT_REASONS,
     Admit,
+    ChoiceEnd,
     Chunk,
+    Collective,
+    Copy,
+    Degrade,
+    Kv,
     Leave,
+    NoMemory,
     Preempt,
     Record,
+    Routed,
+    ShardMoved,
     Step,
+    TrainPart,
+    TrainStep,
 )
 from perfledger.instrumented_runtime.ring import Gap
-from perfledger.instrumented_runtime.telemetry import AttributeValue, EngineRecord, RequestRecord
+from perfledger.instrumented_runtime.telemetry import EngineRecord, RequestRecord
+from perfledger.instrumented_runtime.training.step_attributes import (
+    part_span,
+    shard_span,
+    train_attributes,
+)
 from perfledger.schema import metrics
 from perfledger.schema.metrics import Metric
 
-Attributes = dict[str, AttributeValue]
-
 _DECODE: Attributes = {"perfledger.phase": "decode", "perfledger.tokens": 1}
+_KV_ATTRIBUTES = {name: f"perfledger.step.kv_{name}" for name in Kv._fields[1:]}
 
 
 class SpanLink(NamedTuple):
@@ -65,6 +89,7 @@ class _Left(NamedTuple):
     at_ns: int
     reason: str
     cached_tokens: int | None  # None: never admitted
+    account: Leave | None  # what it cost the KV cache; None: never admitted
 
 
 class RecordSpans:
@@ -76,11 +101,16 @@ class RecordSpans:
     def __init__(self, random: Random, *, replica: str = "0", rank: int = 0) -> None:
         self.counts: Counter[tuple[Metric, str]] = Counter()
         self.gauges: dict[Metric, int] = {}
+        self._capacity: dict[Metric, int] = {}
         self._random = random
         self._engine_trace_id = random.getrandbits(128) or 1
         self._engine: Attributes = {"perfledger.replica": replica, "perfledger.rank": rank}
         self._batch = BatchMembers()
         self._left: dict[int, _Left] = {}
+        self._kv: Kv | None = None  # of the coming step
+        self._routed = RoutedSteps()
+        self._train_parts: list[TrainPart] = []  # of the coming training step
+        self._traffic = StepTraffic(self._engine_span, self._engine)
         self._missing = 0  # records lost since the last one with a time
         self._last_ns = 0  # when the last record with a time was written
         self._gap_end_ns = 0
@@ -90,6 +120,16 @@ class RecordSpans:
             Chunk: self._chunk,
             Preempt: self._preempt,
             Leave: self._leave,
+            ChoiceEnd: self._choice_end,
+            Kv: self._kv_changed,
+            Routed: self._experts_routed,
+            Degrade: self._degrade,
+            NoMemory: self._no_memory,
+            TrainPart: self._train_part,
+            TrainStep: self._train_step,
+            ShardMoved: self._shard_moved,
+            Collective: self._traffic.take,
+            Copy: self._traffic.take,
             Gap: self._gap,
             RequestRecord: self._finish,
             EngineRecord: self._ready,
@@ -102,6 +142,7 @@ class RecordSpans:
     def end(self) -> list[FinishedSpan]:
         """Return what is still open once all processes have ended: the last LEAVEs are lost."""
         spans = self._bridge_gap(self._last_ns) if self._last_ns else []
+        spans += self._traffic.leave()
         for request in self._batch:
             spans += self._close(request, request.last_step_end_ns)
         return spans
@@ -116,8 +157,11 @@ class RecordSpans:
             self.counts[metrics.TOKENS, "input"] += admit.prompt_tokens - admit.cached_tokens
             self.counts[metrics.TOKENS, "cached"] += admit.cached_tokens
         request.wait(None)
+        request.resume(admit.sequences)
         waited: Attributes = {"perfledger.reason": WAIT_REASONS[admit.wait_reason]}
         cached: Attributes = {"gen_ai.usage.cache_read.input_tokens": admit.cached_tokens}
+        if admit.swapped_blocks:
+            cached["perfledger.kv_blocks_swapped"] = admit.swapped_blocks
         start_ns, end_ns = admit.queue_start_ns, admit.queue_end_ns
         spans.append(self._child(request, "queue", start_ns, end_ns, waited))
         spans.append(self._child(request, "context", end_ns, admit.context_end_ns, cached))
@@ -125,7 +169,7 @@ class RecordSpans:
 
     def _chunk(self, chunk: Chunk) -> list[FinishedSpan]:
         if chunk.recompute:
-            self.counts[metrics.RECOMPUTED_TOKENS, ""] += chunk.tokens
+            self.counts[metrics.RECOMPUTED_TOKENS, ""] += chunk.recompute
         if request := self._named(chunk.request):
             request.wait(None)
             request.chunk = chunk
@@ -145,21 +189,68 @@ class RecordSpans:
         request = self._batch.leave(leave.request)
         if request is None or request.ended_ns is None:
             cached_tokens = request.cached_tokens if request else None
-            remember(self._left, leave.request, _Left(leave.at_ns, reason, cached_tokens))
+            left = _Left(leave.at_ns, reason, cached_tokens, leave if request else None)
+            remember(self._left, leave.request, left)
         if request is not None:
             spans += self._close(request, leave.at_ns, reason, leave.output_tokens)
         return spans
+
+    def _choice_end(self, end: ChoiceEnd) -> list[FinishedSpan]:
+        if request := self._named(end.request):
+            request.end_choice(end)
+        return self._bridge_gap(end.at_ns)
+
+    def _kv_changed(self, kv: Kv) -> list[FinishedSpan]:
+        self._kv = kv
+        for name, blocks in zip(_KV_ATTRIBUTES, kv[1:], strict=True):
+            if blocks:
+                self.counts[metrics.KV_EVENTS, name] += blocks
+        return []
+
+    def _experts_routed(self, routed: Routed) -> list[FinishedSpan]:
+        self._routed.take(routed)
+        return []
+
+    def _degrade(self, degrade: Degrade) -> list[FinishedSpan]:
+        spans, at_ns = self._bridge_gap(degrade.at_ns), degrade.at_ns
+        changed = self._engine | degrade_attributes(degrade)
+        return [*spans, self._engine_span("degrade", at_ns, at_ns, changed)]
+
+    def _no_memory(self, one: NoMemory) -> list[FinishedSpan]:
+        request = self._named(one.request)
+        if request is None:
+            return []
+        held = no_memory_attributes(one)
+        return [self._child(request, "out_of_memory", one.at_ns, one.at_ns, held)]
 
     def _step(self, step: Step) -> list[FinishedSpan]:
         spans = self._bridge_gap(step.end_ns)
         for request in self._batch.let_go_ended(step.start_ns):
             spans += self._close(request, request.last_step_end_ns)
         members = self._batch.members(step, self._gap_end_ns)
-        spans += self._step_spans(step, members)
+        step_spans = self._step_spans(step, members)
+        spans += step_spans + self._traffic.step_ended(step.seq, step_spans[0].span_id)
         for member in members:
             spans += self._part_spans(step, member)
         self._measure(step, sum(member.samples for member in members))
         return spans
+
+    def _train_part(self, part: TrainPart) -> list[FinishedSpan]:
+        self._train_parts.append(part)
+        return []
+
+    def _train_step(self, step: TrainStep) -> list[FinishedSpan]:
+        spans, parts = self._bridge_gap(step.end_ns), self._train_parts
+        self._train_parts = []
+        attributes = self._engine | train_attributes(step)
+        root = self._engine_span("train_step", step.start_ns, step.end_ns, attributes)
+        spans += [root, *self._traffic.step_ended(step.seq, root.span_id)]
+        mine = (part_span(part) for part in parts if part.seq == step.seq)
+        return spans + [self._engine_span(*part, root.span_id) for part in mine]
+
+    def _shard_moved(self, moved: ShardMoved) -> list[FinishedSpan]:
+        spans = self._bridge_gap(moved.end_ns)
+        return [*spans, self._engine_span(*shard_span(moved, self._engine))]
 
     def _gap(self, gap: Gap) -> list[FinishedSpan]:
         self.counts[metrics.TELEMETRY_LOST, "ring"] += gap.dropped
@@ -176,7 +267,11 @@ class RecordSpans:
     # --- what the API said ---
 
     def _ready(self, engine: EngineRecord) -> list[FinishedSpan]:
-        self._engine = {**self._engine, **engine.attributes}
+        attributes = dict(engine.attributes)
+        for metric in metrics.CAPACITY:
+            if metric.name in attributes:
+                self._capacity[metric] = int(str(attributes.pop(metric.name)))
+        self._engine = {**self._engine, **attributes}
         return []
 
     def _finish(self, record: RequestRecord) -> list[FinishedSpan]:
@@ -209,6 +304,8 @@ class RecordSpans:
         self, record: RequestRecord, request: BatchRequest | None, left: _Left | None
     ) -> Attributes:
         attributes = {**record.attributes, "perfledger.status": record.outcome}
+        if left is not None and left.account is not None:
+            attributes.update(account_attributes(left.account))
         known = request or left
         if known is not None and known.cached_tokens is not None:
             attributes["gen_ai.usage.cache_read.input_tokens"] = known.cached_tokens
@@ -244,11 +341,15 @@ class RecordSpans:
             }
             if member.phase == "recompute":
                 computed["perfledger.reason"] = "preempted"
-            start_ns, end_ns = step.schedule_end_ns, _forward_end_ns(step)
+            start_ns, end_ns = step.schedule_end_ns, forward_end_ns(step)
             spans.append(self._child(request, "prefill", start_ns, end_ns, computed))
         if member.samples and not request.sampled:
             request.sampled, request.first_sample_end_ns = True, step.sample_end_ns
-            first: Attributes = {"perfledger.tokens": 1, "perfledger.step.seq": step.seq}
+            request.first_tokens = member.samples
+            first: Attributes = {
+                "perfledger.tokens": member.samples,
+                "perfledger.step.seq": step.seq,
+            }
             start_ns, end_ns = step.sample_start_ns, step.sample_end_ns
             spans.append(self._child(request, "sample", start_ns, end_ns, first))
         return spans
@@ -261,10 +362,10 @@ class RecordSpans:
         if since_ns is not None and since_ns < at_ns:
             waited: Attributes = {"perfledger.reason": "preempted"}
             spans.append(self._child(request, "queue", since_ns, at_ns, waited))
-        if first_ns is not None and output_tokens != 1:
+        if first_ns is not None and output_tokens != request.first_tokens:
             attributes: Attributes = {"perfledger.reason": reason} if reason else {}
             if output_tokens is not None:
-                attributes["perfledger.tokens"] = output_tokens - 1
+                attributes["perfledger.tokens"] = output_tokens - request.first_tokens
             spans.append(self._child(request, "decode", first_ns, at_ns, attributes))
         return spans
 
@@ -278,15 +379,18 @@ class RecordSpans:
 
     def _step_spans(self, step: Step, members: list[Member]) -> list[FinishedSpan]:
         root = self._engine_span(
-            _step_name(step),
+            step_name(step),
             step.start_ns,
             step.end_ns,
-            self._engine | _step_attributes(step),
+            self._engine
+            | step_attributes(step)
+            | self._kv_attributes(step)
+            | self._routed.attributes(step.seq),
             links=tuple(_link(member) for member in members),
         )
         children = [
             ("schedule", step.start_ns, step.schedule_end_ns),
-            ("forward", step.schedule_end_ns, _forward_end_ns(step)),
+            ("forward", step.schedule_end_ns, forward_end_ns(step)),
         ]
         if step.sample_end_ns > step.sample_start_ns:
             children.append(("sample", step.sample_start_ns, step.sample_end_ns))
@@ -294,6 +398,12 @@ class RecordSpans:
             self._engine_span(name, start_ns, end_ns, {}, root.span_id)
             for name, start_ns, end_ns in children
         ]
+
+    def _kv_attributes(self, step: Step) -> Attributes:
+        kv, self._kv = self._kv, None
+        if kv is None or kv.seq != step.seq:
+            return {}
+        return {name: n for name, n in zip(_KV_ATTRIBUTES.values(), kv[1:], strict=True) if n}
 
     def _bridge_gap(self, now_ns: int) -> list[FinishedSpan]:
         """Note when this record was written; if records are missing before it, say so in a span."""
@@ -325,40 +435,12 @@ class RecordSpans:
             metrics.BATCH_WIDTH: step.width,
             metrics.KV_BLOCKS_USED: step.kv_blocks_used,
             metrics.KV_BLOCKS_TOTAL: step.kv_blocks_total,
+            **self._capacity,
         }
 
 
 def _link(member: Member) -> SpanLink:
     attributes = _DECODE
-    if member.phase != "decode":
+    if member.phase != "decode" or member.tokens != 1:
         attributes = {"perfledger.phase": member.phase, "perfledger.tokens": member.tokens}
     return SpanLink(member.request.trace_id, member.request.span_id, attributes)
-
-
-def _step_name(step: Step) -> str:
-    if step.prefill_tokens and step.decode_tokens:
-        return "mixed_step"
-    return "prefill_step" if step.prefill_tokens else "decode_step"
-
-
-def _step_attributes(step: Step) -> Attributes:
-    cpu: Attributes = {}
-    if step.cpu_ns != NOT_READ:
-        cpu = {"perfledger.step.cpu_ns": step.cpu_ns}
-    return {
-        **cpu,
-        "perfledger.step.seq": step.seq,
-        "perfledger.step.width": step.width,
-        "perfledger.step.prefill_tokens": step.prefill_tokens,
-        "perfledger.step.decode_tokens": step.decode_tokens,
-        "perfledger.step.waiting": step.waiting,
-        "perfledger.step.kv_blocks_used": step.kv_blocks_used,
-        "perfledger.step.kv_blocks_total": step.kv_blocks_total,
-    }
-
-
-def _forward_end_ns(step: Step) -> int:
-    """Return the end of the model's work: where sampling starts, or the step's end without any."""
-    if step.schedule_end_ns <= step.sample_start_ns <= step.end_ns:
-        return step.sample_start_ns
-    return step.end_ns

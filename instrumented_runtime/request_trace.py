@@ -10,22 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from perfledger.instrumented_runtime.openai_protocol import CompletionRequest, RefusedError, Usage
+from perfledger.instrumented_runtime.openai_answers import Usage
+from perfledger.instrumented_runtime.openai_protocol import CompletionRequest
+from perfledger.instrumented_runtime.routing.choice import Choice
 from perfledger.instrumented_runtime.telemetry import AttributeValue, RequestRecord, SpanRecord
 from perfledger.schema.clocks import monotonic_ns
 
 # W3C Trace Context, level 1: version, trace id, parent id, flags; later versions may add fields.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
-_DEADLINE_MS = re.compile(r"[0-9]{1,9}")
-
-LABEL_HEADERS = {
-    "x-perfledger-tenant": "perfledger.tenant",
-    "x-perfledger-class": "perfledger.class",
-    "x-perfledger-session": "perfledger.session",
-}
-DEADLINE_HEADER = "x-perfledger-deadline-ms"
 # LEAVE_REASONS that are nobody's failure.
 ABORT_REASONS = frozenset({"client_disconnect", "shutdown"})
 
@@ -50,6 +43,7 @@ class RequestTrace:
         prefix = "chatcmpl" if name == "chat" else "cmpl"
         self.answer_id = f"{prefix}-{secrets.token_hex(16)}"
         self.sent_ns: int | None = None
+        self.replica = "0"  # which engine has it, or would have had it
         self._end_ns: int | None = None
         self._outcome = "error"
         self._spans: list[SpanRecord] = []
@@ -69,18 +63,32 @@ class RequestTrace:
         finally:
             self.add_span(name, start_ns, monotonic_ns())
 
-    def add_span(self, name: str, start_ns: int, end_ns: int) -> None:
+    def add_span(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> None:
         """Record a stage whose times are known."""
-        self._spans.append(SpanRecord(name, start_ns, end_ns, {}))
+        self._spans.append(SpanRecord(name, start_ns, end_ns, dict(attributes or {})))
+
+    def routed(self, choice: Choice) -> None:
+        """Record which replica gets the request: a `route` span where there was one to choose."""
+        self.replica = self._attributes["perfledger.replica"] = choice.replica
+        if choice.policy:
+            self.add_span("route", choice.start_ns, choice.end_ns, choice.attributes())
 
     def describe(self, attributes: Mapping[str, AttributeValue]) -> None:
         """Set attributes of the root span."""
         self._attributes.update(attributes)
 
-    def refused(self, code: str) -> None:
-        """The request was not taken: a bad one, or none is taken now."""
+    def refused(self, code: str, reason: str = "") -> None:
+        """The request was not taken: a bad one, or (with a `reason`) none such is taken now."""
         self._outcome = "refused"
         self._attributes["error.type"] = code
+        if reason:
+            self._attributes["perfledger.reason"] = reason
 
     def failed(self, reason: str) -> None:
         """The request ended without its answer; `reason` is a LEAVE_REASONS name."""
@@ -92,10 +100,10 @@ class RequestTrace:
             self._outcome = "error"
             self._attributes["error.type"] = reason
 
-    def answered(self, finish_reason: str) -> None:
-        """The answer is complete."""
+    def answered(self, finish_reasons: list[str]) -> None:
+        """The answer is complete; a reason for each choice."""
         self._outcome = "ok"
-        self._attributes["gen_ai.response.finish_reasons"] = [finish_reason]
+        self._attributes["gen_ai.response.finish_reasons"] = finish_reasons
 
     def counted(self, usage: Usage) -> None:
         """Set the token counts."""
@@ -125,6 +133,7 @@ class RequestTrace:
             attributes=self._attributes,
             spans=self._spans,
             sent_ns=self.sent_ns,
+            replica=self.replica,
         )
 
 
@@ -135,7 +144,7 @@ def request_attributes(asked: CompletionRequest, answer_id: str) -> dict[str, At
         "gen_ai.request.temperature": asked.temperature,
         "gen_ai.request.top_p": asked.top_p,
         "gen_ai.request.stream": asked.stream,
-        "gen_ai.request.choice.count": 1,
+        "gen_ai.request.choice.count": asked.n,
     }
     if asked.model:
         attributes["gen_ai.request.model"] = asked.model
@@ -143,21 +152,6 @@ def request_attributes(asked: CompletionRequest, answer_id: str) -> dict[str, At
         attributes["gen_ai.request.max_tokens"] = asked.max_tokens
     if asked.seed is not None:
         attributes["gen_ai.request.seed"] = asked.seed
-    return attributes
-
-
-def traffic_attributes(headers: Mapping[str, str]) -> dict[str, AttributeValue]:
-    """Return what the caller says of the traffic. Raises RefusedError, naming the header."""
-    attributes: dict[str, AttributeValue] = {}
-    for header, name in LABEL_HEADERS.items():
-        if (label := headers.get(header)) is not None:
-            if not _LABEL.fullmatch(label):
-                raise _bad_header(header, "1 to 128 letters, digits or . _ : / @ + -")
-            attributes[name] = label
-    if (deadline := headers.get(DEADLINE_HEADER)) is not None:
-        if not _DEADLINE_MS.fullmatch(deadline) or int(deadline) == 0:
-            raise _bad_header(DEADLINE_HEADER, "milliseconds, 1 to 999999999")
-        attributes["perfledger.deadline_ms"] = int(deadline)
     return attributes
 
 
@@ -186,7 +180,3 @@ def _request_id(given: str | None) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
     return f"req-{secrets.token_hex(16)}"
-
-
-def _bad_header(header: str, expected: str) -> RefusedError:
-    return RefusedError(f"{header} must be {expected}", code="invalid_header", param=header)

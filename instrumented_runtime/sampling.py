@@ -8,7 +8,8 @@ matrix product of another width may sum in another order).
 import torch
 from torch import Tensor
 
-from perfledger.instrumented_runtime.sequences import Sequence
+from perfledger.instrumented_runtime.collectives.copies import recorded_copy
+from perfledger.instrumented_runtime.scheduling.sequences import Sequence
 
 # Tokens tried before a whole row is sorted for top-p: the nucleus seldom holds more.
 _NUCLEUS_GUESS = 256
@@ -20,7 +21,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     tokens = greedy(logits)
     drawn = [row for row, one in enumerate(sequences) if one.sampling.temperature > 0]
     if drawn:
-        chosen = _draw(logits[drawn].float(), [sequences[row] for row in drawn])
+        chosen = _draw(
+            recorded_copy(logits[drawn], dtype=torch.float32), [sequences[row] for row in drawn]
+        )
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
@@ -30,8 +33,8 @@ def greedy(logits: Tensor) -> list[int]:
     """Return the likeliest token of each row of `logits` [rows, vocab_size]."""
     if logits.device.type == "cpu":
         # numpy's argmax is vectorised, torch's is not: 20 times slower on 16 rows of 50,000.
-        return list(logits.float().numpy().argmax(-1).tolist())
-    return list(logits.argmax(dim=-1).tolist())
+        return list(recorded_copy(logits, dtype=torch.float32).numpy().argmax(-1).tolist())
+    return list(recorded_copy(logits.argmax(dim=-1), device=torch.device("cpu")).tolist())
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:

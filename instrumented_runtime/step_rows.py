@@ -7,10 +7,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perfledger.instrumented_runtime.attention import ChunkRows, DecodeRows, StepRows
-from perfledger.instrumented_runtime.kv_blocks import blocks_for
-from perfledger.instrumented_runtime.scheduler import Chunk, StepPlan
-from perfledger.instrumented_runtime.sequences import Sequence
+from perfledger.instrumented_runtime.attention import (
+    BlockMoves,
+    ChunkRows,
+    DecodeRows,
+    StepRows,
+)
+from perfledger.instrumented_runtime.collectives.copies import recorded_copy
+from perfledger.instrumented_runtime.kv.blocks import blocks_for
+from perfledger.instrumented_runtime.kv.swapping import Move, PlannedMoves
+from perfledger.instrumented_runtime.scheduling.plan import Chunk, StepPlan
+from perfledger.instrumented_runtime.scheduling.sequences import Sequence
 
 Integers = NDArray[np.int64]
 
@@ -36,7 +43,11 @@ def prepare_chunk(chunk: Chunk, block_size: int) -> PreparedChunk:
 
 
 def build_rows(
-    plan: StepPlan, prepared: list[PreparedChunk], block_size: int, device: torch.device
+    plan: StepPlan,
+    prepared: list[PreparedChunk],
+    block_size: int,
+    device: torch.device,
+    moves: PlannedMoves | None = None,
 ) -> StepRows:
     """Return the tensors of a step: its decodes, then its chunks in the order of the plan."""
     pieces = [one.rows for one in prepared]
@@ -48,16 +59,24 @@ def build_rows(
     for one in prepared:
         chunks.append(_chunk_rows(one, start, block_size, device))
         start += one.chunk.tokens
-        if one.chunk.last:
-            sampled.append(start - 1)
+        sampled += [start - 1] * len(one.chunk.samples)
+    all_sampled = sampled == list(range(start))
     return StepRows(
         tokens=tokens,
         positions=positions,
         slots=slots,
         decode=_decode_tables(plan.decodes, block_size, device) if plan.decodes else None,
         chunks=tuple(chunks),
-        sampled=None if len(sampled) == start else _tensor(np.array(sampled, np.int64), device),
+        sampled=None if all_sampled else _tensor(np.array(sampled, np.int64), device),
+        moves=None if moves is None else _block_moves(moves, device),
     )
+
+
+def _block_moves(moves: PlannedMoves, device: torch.device) -> BlockMoves:
+    def pairs(planned: list[Move]) -> Tensor | None:
+        return _tensor(np.array(planned, np.int64), device) if planned else None
+
+    return BlockMoves(pairs(moves.swap_out), pairs(moves.copies), pairs(moves.swap_in))
 
 
 def _decode_rows(decodes: list[Sequence], block_size: int) -> Integers:
@@ -94,4 +113,4 @@ def _chunk_rows(one: PreparedChunk, start: int, block_size: int, device: torch.d
 
 
 def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return recorded_copy(torch.from_numpy(array), device=device)

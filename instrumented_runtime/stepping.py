@@ -7,49 +7,89 @@ import torch
 from torch import Tensor
 
 from perfledger.instrumented_runtime.attention import PagedKvCache, StepRows
-from perfledger.instrumented_runtime.messages import Failed, FromEngine, StepOutput, Submit, Token
-from perfledger.instrumented_runtime.model import Decoder
+from perfledger.instrumented_runtime.collectives.recording import begin_step
+from perfledger.instrumented_runtime.kv.swapping import PlannedMoves
+from perfledger.instrumented_runtime.messages import (
+    Admitted,
+    Failed,
+    FromEngine,
+    StepOutput,
+    Submit,
+    Token,
+)
+from perfledger.instrumented_runtime.out_of_memory import (
+    culprit,
+    held_bytes,
+    is_out_of_memory,
+)
+from perfledger.instrumented_runtime.parallel.served_model import StepModel
 from perfledger.instrumented_runtime.recorder import Recorder
 from perfledger.instrumented_runtime.sampling import sample
-from perfledger.instrumented_runtime.scheduler import Limits, Scheduler, StepPlan, never_fits
-from perfledger.instrumented_runtime.sequences import Sequence, sequence_of
+from perfledger.instrumented_runtime.scheduling.gate import Gate
+from perfledger.instrumented_runtime.scheduling.limits import Limits
+from perfledger.instrumented_runtime.scheduling.plan import StepPlan
+from perfledger.instrumented_runtime.scheduling.scheduler import Scheduler
+from perfledger.instrumented_runtime.scheduling.sequences import Request, Sequence
 from perfledger.instrumented_runtime.step_rows import PreparedChunk, build_rows, prepare_chunk
 from perfledger.schema.clocks import monotonic_ns
 
 
 class Stepper:
-    """Requests in, messages out; all state of the engine between two steps is here."""
+    """Requests in, messages out; all state of the engine between two steps is here.
+
+    `identity` is what the cached K and V depend on: hashes of weights, tokenizer and template.
+    """
 
     def __init__(
-        self, model: Decoder, cache: PagedKvCache, limits: Limits, recorder: Recorder | None
+        self,
+        model: StepModel,
+        cache: PagedKvCache,
+        limits: Limits,
+        recorder: Recorder | None,
+        identity: tuple[str, ...] = (),
     ) -> None:
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, identity)
+        self._gate = Gate(self.scheduler, model.config.vocab_size)
         self._model, self._cache, self._recorder = model, cache, recorder
-        self._live: dict[int, Sequence] = {}
+        self._live: dict[int, Request] = {}
         self._seq = 0  # of the last step, counted from 1
+        self._moves: PlannedMoves | None = None  # of the step that is being computed
+        self._admitted: list[Admitted] = []
         self._delays_planted = False
 
     def submit(self, submit: Submit) -> Failed | None:
         """Queue a request, or return why it is refused."""
-        limits, vocab_size = self.scheduler.limits, self._model.config.vocab_size
-        why = never_fits(len(submit.prompt), submit.sampling.max_tokens, limits)
-        if why is None and not 0 <= min(submit.prompt) <= max(submit.prompt) < vocab_size:
-            why = f"the prompt holds a token outside the vocabulary of {vocab_size}"
-        if why is None and submit.request in self._live:
+        if submit.request in self._live:
             why = f"request {submit.request} is already in the engine"
-        if why is not None:
             return Failed(submit.request, "error", why)
-        sequence = self._live[submit.request] = sequence_of(submit)
-        self.scheduler.add(sequence)
+        now_ns = monotonic_ns()
+        self._degrade(now_ns)
+        taken = self._gate.judge(submit, now_ns)
+        if isinstance(taken, Failed):
+            return taken
+        self._live[submit.request] = taken
+        self.scheduler.add(taken)
         self._delays_planted |= bool(submit.delays_ns)
         return None
 
-    def abort(self, request: int, reason: str) -> None:
-        """End a request now and free its blocks; nothing if it has ended already."""
-        sequence = self._live.pop(request, None)
-        if sequence is not None:
-            self.scheduler.remove(sequence)
-            self._record_leave(sequence, monotonic_ns(), reason)
+    def abort(self, number: int, reason: str, choice: int | None = None) -> None:
+        """End a request, or one answer of it, now and free its blocks.
+
+        Nothing if it has ended already.
+        """
+        request = self._live.get(number)
+        if request is None:
+            return
+        if choice is None:
+            del self._live[number]
+            self._admitted = [one for one in self._admitted if one.request != number]
+            self.scheduler.remove(request)
+            self._record_leave(request, monotonic_ns(), reason)
+            return
+        for sequence in request.sequences:
+            if sequence.choice == choice:
+                self._end(sequence, monotonic_ns(), reason)
+                return
 
     def abort_all(self, reason: str) -> None:
         """End every request."""
@@ -62,25 +102,40 @@ class Stepper:
             return 0
         if not self.scheduler.waiting:
             return None
-        return max(0, (self.scheduler.next_release_ns() or 0) - now_ns)
+        return max(0, (self.scheduler.next_event_ns() or 0) - now_ns)
 
     def step(self) -> list[FromEngine]:
-        """Compute one step; return its output: nothing if no request got a token."""
+        """Compute one step; return its output: nothing if no request got a token or an end."""
         if self._delays_planted:
             self._plant("host_gap", (one for one in self.scheduler.running if one.decoded))
         start_ns = monotonic_ns()
-        plan = self.scheduler.start_step()
+        refused: list[FromEngine] = [*self._turn_away(start_ns)]
+        plan = self.scheduler.start_step(shrink="shrink-chunk" in self._gate.degrading.on)
         prepared = self._prepare(plan)
         if not plan.decodes and not prepared:
-            return []
+            return refused
         self._seq += 1
+        begin_step(self._seq)
         try:
             output = self._compute(plan, prepared, start_ns)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            return self._fail(plan, str(error))
-        return [output] if output.tokens else []
+            return refused + self._fail(plan, str(error))
+        self._degrade(output.sent_ns)
+        return [*refused, output] if output.tokens else refused
+
+    def _turn_away(self, now_ns: int) -> list[Failed]:
+        """End the waiting requests whose time is up, or that are shed."""
+        failed = self._gate.turn_away(now_ns)
+        for one in failed:
+            del self._live[one.request]
+        return failed
+
+    def _degrade(self, now_ns: int) -> None:
+        for change in self._gate.degrade():
+            if self._recorder is not None:
+                self._recorder.degrade(change, now_ns)
 
     def _prepare(self, plan: StepPlan) -> list[PreparedChunk]:
         """Prepare the rows of all chunks, admitting requests as long as there is room."""
@@ -89,82 +144,127 @@ class Stepper:
             victim.queue_start_ns = monotonic_ns()
             if self._recorder is not None:
                 self._recorder.preempt(victim, seq, victim.queue_start_ns)
-        if self._recorder is not None:
-            for chunk in plan.chunks:
-                self._recorder.chunk(chunk, seq)
+        if self._recorder is not None and plan.chunks:
+            self._recorder.chunks(plan.chunks, seq)
         prepared = [prepare_chunk(chunk, block_size) for chunk in plan.chunks]
         while True:
-            queue_end_ns = monotonic_ns()
-            sequence = self.scheduler.admit_next(plan, queue_end_ns)
-            if sequence is None:
+            queue_end_ns, planned = monotonic_ns(), len(plan.chunks)
+            request = self.scheduler.admit_next(plan, queue_end_ns)
+            if request is None:
+                self._gate.mark_shrunk(plan)
                 return prepared
-            prepared.append(prepare_chunk(plan.chunks[-1], block_size))
-            self._plant("context", (sequence,))
+            chunks = plan.chunks[planned:]
+            prepared += [prepare_chunk(chunk, block_size) for chunk in chunks]
+            self._plant("context", (request,))
+            self._record_admission(request, seq, queue_end_ns)
             if self._recorder is not None:
-                self._recorder.admit(sequence, seq, queue_end_ns, monotonic_ns())
-                self._recorder.chunk(plan.chunks[-1], seq)
+                self._recorder.chunks(chunks, seq)
+
+    def _record_admission(self, request: Request, seq: int, queue_end_ns: int) -> None:
+        account = request.account
+        swapped = account.swapped_in_last
+        if not account.preemptions:
+            said = self._gate.degraded_text(request)
+            self._admitted.append(Admitted(request.number, account.cached_tokens, said))
+        if self._recorder is not None:
+            self._recorder.admit(request, seq, queue_end_ns, monotonic_ns(), swapped)
 
     def _compute(self, plan: StepPlan, prepared: list[PreparedChunk], start_ns: int) -> StepOutput:
         kv, sampled = self.scheduler.kv, plan.sampled()
-        rows = build_rows(plan, prepared, kv.block_size, self._model.device)
+        self._moves = self.scheduler.tables.take_moves()
+        rows = build_rows(plan, prepared, kv.block_size, self._model.device, self._moves)
         waiting, used = len(self.scheduler.waiting), kv.used
         schedule_end_ns = monotonic_ns()
         logits = self._forward(plan, rows)
+        routing = None if self._model.routing is None else self._model.routing.take()
         sample_start_ns = monotonic_ns()
         tokens = sample(logits, sampled)
         if self._delays_planted:
-            self._plant("sample", sampled)
+            self._plant("sample", [sequence.of for sequence in sampled])
         sample_end_ns = monotonic_ns()
         self.scheduler.finish_step(plan)
         output = [self._append(one, token) for one, token in zip(sampled, tokens, strict=True)]
         end_ns = monotonic_ns()
+        ended = [one for one, token in zip(sampled, output, strict=True) if token.finish]
+        self._gate.observe(plan, end_ns - start_ns, len(ended), waiting)
         if self._recorder is not None:
             times = (start_ns, schedule_end_ns, sample_start_ns, sample_end_ns, end_ns)
-            emptied = not self.scheduler.running
+            self._recorder.kv(kv.counts, self._seq)
+            if routing is not None:
+                self._recorder.routed(routing, self._seq)
+            emptied = bool(ended) and self.scheduler.seats == len(ended)
             self._recorder.step(plan, self._seq, times, (waiting, used, kv.count), emptied)
-        for token, sequence in zip(output, sampled, strict=True):
+        for sequence, token in zip(sampled, output, strict=True):
             if token.finish is not None:
-                self._record_leave(sequence, end_ns, token.finish)
-        return StepOutput(self._seq, monotonic_ns(), output)
+                self._end(sequence, end_ns, token.finish)
+        return self._output(output)
+
+    def _output(self, tokens: list[Token]) -> StepOutput:
+        """Return the message of a step, with the load after it."""
+        scheduler, admitted = self.scheduler, self._admitted
+        if admitted and tokens:
+            self._admitted = []
+        return StepOutput(
+            self._seq,
+            monotonic_ns(),
+            tokens,
+            tuple(admitted),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            kv_blocks_used=scheduler.kv.used,
+            waiting_tokens=scheduler.tokens_to_prefill(),
+        )
 
     def _forward(self, plan: StepPlan, rows: StepRows) -> Tensor:
         logits = self._model.forward(rows, self._cache)
         if self._delays_planted:
-            self._plant("prefill", (chunk.sequence for chunk in plan.chunks))
-            self._plant("decode", plan.decodes)
+            self._plant("prefill", [chunk.sequence.of for chunk in plan.chunks])
+            self._plant("decode", [sequence.of for sequence in plan.decodes])
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # or sampling would be said to take it all
         return logits
 
     def _append(self, sequence: Sequence, token: int) -> Token:
-        sequence.tokens.append(token)
-        finish = sequence.finish_reason()
-        if finish is not None:
-            self.scheduler.remove(sequence)
-            del self._live[sequence.request]
-        return Token(sequence.request, token, finish)
+        finish = self.scheduler.append(sequence, token)
+        return Token(sequence.of.number, token, finish, sequence.choice)
+
+    def _end(self, sequence: Sequence, at_ns: int, reason: str) -> None:
+        """Take out an answer that has ended, and its request with the last one."""
+        request = sequence.of
+        if self.scheduler.end_sequence(sequence):
+            del self._live[request.number]
+            self._record_leave(request, at_ns, reason)
+        elif self._recorder is not None:
+            self._recorder.choice_end(request, self._seq, at_ns)
 
     def _fail(self, plan: StepPlan, detail: str) -> list[FromEngine]:
-        """End the requests of a step that found no memory; the others go on."""
-        if self._model.device.type == "cuda":
+        """End the request that a step found no memory for; the others are computed again.
+
+        The step is not finished, so all stands as before it, but for blocks that it moved: after a
+        failed move nobody knows what they hold, and all requests of the step end.
+        """
+        kv, device = self.scheduler.kv, self._model.device
+        held, used = held_bytes(device), (kv.used, kv.count)
+        if device.type == "cuda":
             torch.cuda.empty_cache()
+        ended = [culprit(plan)]
+        if self._moves is not None:
+            self.scheduler.forget_swapped({host for _, host in self._moves.swap_out})
+            ended = plan.requests()
         failed: list[FromEngine] = []
-        for sequence in plan.sequences():
-            self.abort(sequence.request, "out_of_memory")
-            failed.append(Failed(sequence.request, "out_of_memory", detail))
+        for request in ended:
+            if self._recorder is not None:
+                self._recorder.no_memory(request, self._seq, monotonic_ns(), held, used)
+            self.abort(request.number, "out_of_memory")
+            said = f"{detail} (KV blocks held: {used[0]} of {used[1]})"
+            failed.append(Failed(request.number, "out_of_memory", said))
         return failed
 
-    def _record_leave(self, sequence: Sequence, at_ns: int, reason: str) -> None:
-        if self._recorder is not None and sequence.admitted:
-            self._recorder.leave(sequence, self._seq, at_ns, reason)
+    def _record_leave(self, request: Request, at_ns: int, reason: str) -> None:
+        if self._recorder is not None and request.admitted:
+            self._recorder.leave(request, self._seq, at_ns, reason)
 
-    def _plant(self, stage: str, sequences: Iterable[Sequence]) -> None:
+    def _plant(self, stage: str, requests: Iterable[Request]) -> None:
         """Sleep for the delays planted in `stage`, each once (tests and drills)."""
-        for sequence in sequences:
-            time.sleep(sequence.delays_ns.pop(stage, 0) / 1e9)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return "can't allocate memory" in str(error)  # what torch's CPU allocator raises
+        for request in requests:
+            time.sleep(request.delays_ns.pop(stage, 0) / 1e9)

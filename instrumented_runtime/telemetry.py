@@ -7,6 +7,7 @@ travels with the next record. Nothing here imports OpenTelemetry; its cost is th
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import orjson
 
@@ -15,6 +16,14 @@ OUTCOMES = ("ok", "error", "refused", "aborted")
 
 MAX_RECORD_BYTES = 64 * 1024
 _SOCKET_BYTES = 1024 * 1024  # some hundred finished requests, while the exporter is busy
+
+
+class RankRing(NamedTuple):
+    """The ring of one rank of a replica, by its name."""
+
+    name: str
+    replica: str = "0"
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +50,18 @@ class RequestRecord:
     outcome: str  # one of OUTCOMES
     attributes: dict[str, AttributeValue]
     spans: Sequence[SpanRecord]
-    sent_ns: int | None = None  # Submit.sent_ns; None if it was never sent to the engine
+    sent_ns: int | None = None  # Submit.sent_ns; None if it was never sent to an engine
+    replica: str = "0"  # the engine that it was sent to last
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """What the engine said when it was ready: attributes that every step span carries."""
+    """A rank is ready: attributes that every step span of it carries. A second one of the same
+    rank is said by a new process, after a restart."""
 
     attributes: dict[str, AttributeValue]
+    replica: str = "0"
+    rank: int = 0
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
@@ -93,7 +106,8 @@ class TelemetrySender:
 def encode(record: RequestRecord | EngineRecord, dropped: int) -> bytes:
     """Return the message for a record, with the number of records dropped before it."""
     if isinstance(record, EngineRecord):
-        return orjson.dumps({"dropped": dropped, "engine": record.attributes})
+        place = {"replica": record.replica, "rank": record.rank}
+        return orjson.dumps({"dropped": dropped, "engine": record.attributes, **place})
     fields = {name: getattr(record, name) for name in RequestRecord.__slots__}
     fields["trace_id"] = f"{record.trace_id:032x}"  # JSON integers end at 64 bits here
     return orjson.dumps({"dropped": dropped, "request": fields})
@@ -103,7 +117,7 @@ def decode(message: bytes) -> tuple[RequestRecord | EngineRecord, int]:
     """Return the record of a message, and how many records were dropped before it."""
     body = orjson.loads(message)
     if "engine" in body:
-        return EngineRecord(body["engine"]), body["dropped"]
+        return EngineRecord(body["engine"], body["replica"], body["rank"]), body["dropped"]
     fields = body["request"]
     fields["trace_id"] = int(fields["trace_id"], 16)
     fields["spans"] = [SpanRecord(**span) for span in fields["spans"]]

@@ -63,7 +63,7 @@ def step_rows(spans: pl.DataFrame, received_ns: int) -> pl.DataFrame:
         ),
         received_ns=pl.lit(received_ns),
     )
-    return _as_declared(rows, STEPS)
+    return as_declared(rows, STEPS)
 
 
 def _child(children: pl.DataFrame, name: str) -> pl.DataFrame:
@@ -152,7 +152,7 @@ def rows_of(
         version=pl.lit(version),
         received_ns=pl.lit(received_ns),
     )
-    return _as_declared(rows, REQUESTS)
+    return as_declared(rows, REQUESTS)
 
 
 def _status() -> pl.Expr:
@@ -186,7 +186,7 @@ def _named(names: tuple[str, ...], columns: Ints) -> list[pl.Series]:
     return [pl.Series(name, columns[:, at]) for at, name in enumerate(names)]
 
 
-def _as_declared(rows: pl.DataFrame, table: Table) -> pl.DataFrame:
+def as_declared(rows: pl.DataFrame, table: Table) -> pl.DataFrame:
     """Select and cast to the declared columns.
 
     Values come from outside: one that its column cannot hold is not known, and must stop nothing.

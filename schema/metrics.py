@@ -2,6 +2,8 @@
 
 Counters are cumulative since the exporter started. A gauge is the value at the last engine step,
 and is not sent when no step ran since the last time: an idle engine says nothing, not an old value.
+Counters are sums over all replicas and ranks; a gauge is of one replica, and names it in
+perfledger.replica where there are several.
 """
 
 from collections.abc import Iterable
@@ -25,6 +27,15 @@ QUEUE_LENGTH = Metric("perfledger.queue.length", "gauge", "{request}", "waiting 
 BATCH_WIDTH = Metric("perfledger.batch.width", "gauge", "{sequence}", "sequences in the batch")
 KV_BLOCKS_USED = Metric("perfledger.kv.blocks.used", "gauge", "{block}", "KV blocks held")
 KV_BLOCKS_TOTAL = Metric("perfledger.kv.blocks.total", "gauge", "{block}", "KV blocks there are")
+# The capacity ledger of each rank, told with the gauges of its steps.
+CAPACITY_MEMORY = Metric("perfledger.capacity.memory", "gauge", "By", "memory of the device")
+CAPACITY_WEIGHTS = Metric("perfledger.capacity.weights", "gauge", "By", "held by weights")
+CAPACITY_KV = Metric("perfledger.capacity.kv", "gauge", "By", "held by the KV cache")
+CAPACITY_ACTIVATIONS = Metric(
+    "perfledger.capacity.activations", "gauge", "By", "held by the largest step, as computed"
+)
+CAPACITY_SWAP = Metric("perfledger.capacity.swap", "gauge", "By", "host memory for swapped KV")
+CAPACITY = (CAPACITY_MEMORY, CAPACITY_WEIGHTS, CAPACITY_KV, CAPACITY_ACTIVATIONS, CAPACITY_SWAP)
 STEPS = Metric("perfledger.steps", "counter", "{step}", "engine steps")
 ENGINE_CPU = Metric("perfledger.engine.cpu", "counter", "ns", "CPU time of the engine process")
 TOKENS = Metric(
@@ -38,6 +49,13 @@ RECOMPUTED_TOKENS = Metric(
     "perfledger.tokens.recomputed", "counter", "{token}", "computed again after a preemption"
 )
 PREEMPTIONS = Metric("perfledger.preemptions", "counter", "{preemption}", "requests put back")
+KV_EVENTS = Metric(
+    "perfledger.kv.events",
+    "counter",
+    "{block}",
+    "KV blocks stored in the prefix cache, evicted from it, copied on a write, swapped",
+    "perfledger.kv.event",
+)
 OUT_OF_MEMORY = Metric(
     "perfledger.out_of_memory", "counter", "{request}", "requests ended because memory ran out"
 )
@@ -64,11 +82,13 @@ METRICS: tuple[Metric, ...] = (
     BATCH_WIDTH,
     KV_BLOCKS_USED,
     KV_BLOCKS_TOTAL,
+    *CAPACITY,
     STEPS,
     ENGINE_CPU,
     TOKENS,
     RECOMPUTED_TOKENS,
     PREEMPTIONS,
+    KV_EVENTS,
     OUT_OF_MEMORY,
     REQUESTS,
     ERRORS,
@@ -80,13 +100,23 @@ METRICS: tuple[Metric, ...] = (
 # Attributes that only metrics carry; the others are declared with the spans'.
 METRIC_ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute("gen_ai.token.type", "string", "input, cached or output"),
+    Attribute(
+        "perfledger.kv.event", "string", "stored, evicted, copied, swapped_out or swapped_in"
+    ),
     Attribute("perfledger.telemetry.where", "string", ", ".join(LOST_WHERE)),
+)
+
+
+SEVERAL = (
+    "Counters are sums over all replicas and ranks. A gauge is of one replica; where there are"
+    " several it carries `perfledger.replica`."
 )
 
 
 def reference() -> str:
     """Return docs/metrics.md."""
-    lines = ["# Metrics", "", "Made from schema/metrics.py.", "", *metric_rows(METRICS)]
+    lines = ["# Metrics", "", "Made from schema/metrics.py.", "", SEVERAL, ""]
+    lines += metric_rows(METRICS)
     lines += ["", "## Attributes that only metrics carry", "", "| name | type | meaning |"]
     lines += ["|---|---|---|"]
     lines += [f"| `{a.name}` | {a.type} | {a.meaning} |" for a in METRIC_ATTRIBUTES]

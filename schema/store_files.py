@@ -38,7 +38,7 @@ _SEARCHED = frozenset({"trace_id", "start_ns", "end_ns", "time_ns", "arrival_ns"
 def encode(batches: Iterable[pa.Table], table: Table) -> pa.Buffer:
     """Return a Parquet file of rows; `batches` is not held in memory. Columns may be missing.
 
-    A text column may be dictionary-encoded in every batch: its values are then not hashed again.
+    Texts may be dictionary-encoded in every batch, within lists too: they are not hashed again.
     """
     sink = pa.BufferOutputStream()
     writer: pq.ParquetWriter | None = None
@@ -133,7 +133,7 @@ def _checksum(content: pa.Buffer, at: int) -> bytes:
 
 def _as_type(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     kind = column.type
-    if kind == field.type or (pa.types.is_dictionary(kind) and kind.value_type == field.type):
+    if _is_declared(kind, field.type):
         return column
     try:
         if field.type == pa.string() and pa.types.is_list(kind):
@@ -145,6 +145,19 @@ def _as_type(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
             f"column {field.name} is {kind}, not {field.type}",
             fix="this file was written by another version of perfledger",
         ) from error
+
+
+def _is_declared(kind: pa.DataType, declared: pa.DataType) -> bool:
+    """Return whether a type is the declared one, but for dictionaries of texts at any level."""
+    if pa.types.is_dictionary(kind):
+        return bool(kind.value_type == declared)
+    if pa.types.is_list(kind) and pa.types.is_list(declared):
+        return _is_declared(kind.value_type, declared.value_type)
+    if pa.types.is_struct(kind) and pa.types.is_struct(declared):
+        return [field.name for field in kind] == [field.name for field in declared] and all(
+            _is_declared(one.type, other.type) for one, other in zip(kind, declared, strict=True)
+        )
+    return bool(kind == declared)
 
 
 def _as_json(pairs: list[dict[str, object]] | None) -> str | None:

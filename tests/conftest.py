@@ -102,13 +102,17 @@ def running_collector(folder: Path, *extra: str) -> Iterator[Collector]:
 
 @contextmanager
 def running_runtime(
-    folder: Path, *extra: str, otlp_port: int | None = None, **environment: str
+    folder: Path,
+    *extra: str,
+    otlp_port: int | None = None,
+    under: tuple[str, ...] = (),
+    **environment: str,
 ) -> Iterator[Runtime]:
     port, log = free_port(), folder / "serve.log"
     if otlp_port is not None:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{otlp_port}"
     arguments = ["serve", "--model", "reference-small", "--port", str(port), "--threads", "1"]
-    with perfledger(*arguments, *extra, log=log, **environment) as process:
+    with perfledger(*under, *arguments, *extra, log=log, **environment) as process:
         url = f"http://127.0.0.1:{port}"
 
         def ready() -> bool:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -192,8 +193,9 @@ def test_the_openai_client(client: openai.OpenAI) -> None:
     chunks = list(stream)
     pieces = [one.choices[0].delta.content or "" for one in chunks if one.choices]
     assert "".join(pieces) == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
     assert whole.usage is not None and whole.usage.completion_tokens == 5
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens  # more of it is cached now
     old = client.completions.create(model="reference-small", prompt="The", max_tokens=2)
     assert (old.choices[0].finish_reason, [one.id for one in client.models.list()]) == (
         "length",
@@ -205,8 +207,8 @@ def test_the_openai_client_sees_typed_errors(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Hello"}]
     with pytest.raises(openai.NotFoundError, match="the model 'gpt-4' is not served here"):
         client.chat.completions.create(model="gpt-4", messages=messages)
-    with pytest.raises(openai.BadRequestError, match="n must be 1"):
-        client.chat.completions.create(model="reference-small", messages=messages, n=2)
+    with pytest.raises(openai.BadRequestError, match="n is 5, must be from 1 to 4"):
+        client.chat.completions.create(model="reference-small", messages=messages, n=5)
 
 
 def test_seeds_repeat_and_differ(served: Any) -> None:
@@ -249,7 +251,24 @@ def test_a_stop_string_ends_the_answer_and_is_not_in_it(served: Any) -> None:
             400,
             error("messages is empty", "messages", "invalid_value"),
         ),
-        (CHAT, HELLO | {"n": 2}, 400, error("n must be 1", "n", "unsupported_parameter")),
+        (
+            CHAT,
+            HELLO | {"n": 5},
+            400,
+            error("n is 5, must be from 1 to 4: a batch holds no more", "n", "invalid_value"),
+        ),
+        (
+            COMPLETIONS,
+            PROMPT | {"n": 2, "best_of": 3},
+            400,
+            error("best_of is not supported", "best_of", "unsupported_parameter"),
+        ),
+        (
+            COMPLETIONS,
+            PROMPT | {"priority": "high"},
+            400,
+            error("priority must be an integer", "priority", "invalid_type"),
+        ),
         (
             COMPLETIONS,
             PROMPT | {"max_tokens": -5},
@@ -319,13 +338,60 @@ def test_a_body_of_another_type_is_refused(served: Any) -> None:
     ("header", "what"),
     [
         ("x-perfledger-tenant: two words", "1 to 128 letters, digits or . _ : / @ + -"),
+        ("x-perfledger-tenant: " + "a" * 20_000, "1 to 128 letters, digits or . _ : / @ + -"),
+        ("x-perfledger-priority: high", "an integer from -2147483648 to 2147483647"),
         ("x-perfledger-deadline-ms: soon", "milliseconds, 1 to 999999999"),
+        ("x-perfledger-deadline-ms: -20", "milliseconds, 1 to 999999999"),
     ],
 )
 def test_bad_headers_are_refused_by_name(served: Any, header: str, what: str) -> None:
     name = header.split(":")[0]
     expected = error(f"{name} must be {what}", name, "invalid_header")
     assert post(served, COMPLETIONS, PROMPT, "-H", header) == (400, expected)
+
+
+def test_a_deadline_that_comes_while_waiting_is_refused(served: Any) -> None:
+    flags = ("-H", "x-perfledger-deadline-ms: 2000", "-H", "x-perfledger-fault: queue=10s")
+    for stream in (True, False):
+        status, headers, content = curl(
+            served.url + COMPLETIONS, PROMPT | {"stream": stream}, *flags
+        )
+        what = json.loads(content)["error"]["message"]
+        assert (status, headers["x-perfledger-replica"]) == (429, "0")
+        assert re.fullmatch(r"the deadline came after \d+ ms in the queue \(admission\)", what)
+        assert json.loads(content) == error(what, None, "deadline", "rate_limit_error")
+    enough = ("-H", "x-perfledger-deadline-ms: 60000", "-H", "x-perfledger-priority: 3")
+    assert post(served, COMPLETIONS, PROMPT, *enough)[0] == 200
+    assert in_flight(served) == 0
+
+
+def test_header_and_body_must_not_disagree_on_the_priority(served: Any) -> None:
+    header = ("-H", "x-perfledger-priority: 3")
+    assert post(served, COMPLETIONS, PROMPT | {"priority": 3}, *header)[0] == 200
+    what = "priority is 4 but x-perfledger-priority is 3: give one of them"
+    expected = (400, error(what, "priority", "invalid_value"))
+    assert post(served, COMPLETIONS, PROMPT | {"priority": 4}, *header) == expected
+
+
+def test_choices_are_answers_of_their_own_and_each_stops_by_itself(served: Any) -> None:
+    body = PROMPT | {"n": 4, "temperature": 1, "seed": 5, "max_tokens": 30, "ignore_eos": True}
+    full = [one["text"] for one in post(served, COMPLETIONS, body)[1]["choices"]]
+    assert len(set(full)) == 4
+    stop = full[2][8:12]
+    status, answer = post(served, COMPLETIONS, body | {"stop": stop})
+    assert (status, [one["index"] for one in answer["choices"]]) == (200, [0, 1, 2, 3])
+    expected = [
+        (text[: text.index(stop)], "stop") if stop in text else (text, "length") for text in full
+    ]
+    assert [(one["text"], one["finish_reason"]) for one in answer["choices"]] == expected
+    assert 4 < answer["usage"]["completion_tokens"] < 120
+    streamed = events_of(curl(served.url + COMPLETIONS, body | {"stop": stop, "stream": True})[2])
+    found: dict[int, str] = {}
+    for event in streamed[:-1]:
+        (choice,) = event["choices"]
+        found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    assert [found[index] for index in range(4)] == [text for text, _ in expected]
+    assert in_flight(served) == 0
 
 
 def test_ids_and_trace_context_come_back(served: Any) -> None:
@@ -458,3 +524,28 @@ def test_keys_models_and_faults_are_guarded(tmp_path: Any, start_runtime: Any) -
             400,
             error(what, "x-perfledger-fault", "invalid_header"),
         )
+
+
+def test_what_a_loaded_server_refuses_and_changes(tmp_path: Any, start_runtime: Any) -> None:
+    """8 requests want 2 seats: every step of the policy is on until most of them have ended."""
+    policy = "refuse-n,cap-max-tokens,shed-low-priority"
+    flags = ("--no-telemetry", "--max-num-seqs", "2", "--max-model-len", "1024")
+    long = request_bytes(PROMPT | {"max_tokens": 150, "ignore_eos": True})
+    with start_runtime(tmp_path, *flags, "--degrade", policy) as loaded, ExitStack() as stack:
+        held = [stack.enter_context(connect(loaded)) for _ in range(8)]
+        for connection in held:
+            connection.sendall(long)
+        wait_for(lambda: in_flight(loaded) == 8)
+        url, body = loaded.url + COMPLETIONS, PROMPT | {"max_tokens": 100, "ignore_eos": True}
+        for code, asked in (("degraded", {"n": 2}), ("shed", {"priority": 1})):
+            status, headers, content = curl(url, body | asked)
+            found = json.loads(content)["error"]["code"]
+            assert (status, headers["retry-after"], found) == (429, "1", code)
+        status, headers, content = curl(url, body)
+        assert (status, headers["x-perfledger-degraded"]) == (200, "cap_max_tokens=64")
+        assert json.loads(content)["usage"]["completion_tokens"] == 64
+        answers = [read_until(connection, b'"cached_tokens":') for connection in held]
+        lengths = {int(re.findall(rb'"completion_tokens":(\d+)', one)[0]) for one in answers}
+        assert lengths == {150, 64}  # the later ones came when the policy was on already
+        status, headers, _ = curl(url, body)
+        assert (status, "x-perfledger-degraded" in headers) == (200, False)

@@ -12,12 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perfledger.instrumented_runtime.checkpoints import smollm2
-from perfledger.instrumented_runtime.checkpoints.config import parse_config, read_config
+from perfledger.instrumented_runtime.checkpoints.config import (
+    ExpertsConfig,
+    parse_config,
+    read_config,
+)
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.checkpoints.weights import read_weights, weights_hash
-from perfledger.instrumented_runtime.engine import load
-from perfledger.instrumented_runtime.messages import SamplingParams, StepOutput, Submit
+from perfledger.instrumented_runtime.loading import load_rank
+from perfledger.instrumented_runtime.messages import Ready, SamplingParams, StepOutput, Submit
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace
 from perfledger.instrumented_runtime.stepping import Stepper
 from perfledger.instrumented_runtime.tokenizer import Tokenizer
 from perfledger.schema.errors import UsageError
@@ -32,6 +37,13 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def stepper_of(folder: Path, dtype: str = "auto") -> tuple[Stepper, Ready]:
+    """An engine in this process, without telemetry, and the facts about it."""
+    rank = load_rank(RuntimeOptions(threads=1, dtype=dtype), folder, RankPlace(Layout()))
+    return Stepper(rank.model, rank.cache, rank.limits, None), rank.facts
 
 
 def greedy(
@@ -74,7 +86,11 @@ def test_two_processes_that_race_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("name", "parameters", "shape"),
-    [("reference", 25_436_672, (512, 8)), ("reference-small", 4_863_744, (256, 3))],
+    [
+        ("reference", 25_436_672, (512, 8)),
+        ("reference-small", 4_863_744, (256, 3)),
+        ("reference-moe-small", 9_625_344, (256, 3)),
+    ],
 )
 def test_reference_shapes(name: str, parameters: int, shape: tuple[int, int]) -> None:
     folder = resolve(name)
@@ -85,8 +101,9 @@ def test_reference_shapes(name: str, parameters: int, shape: tuple[int, int]) ->
     assert sum(tensor.numel() for tensor in read_weights(folder, config).values()) == parameters
 
 
-def test_greedy_answers_of_the_reference_vary() -> None:
-    stepper, _ = load(RuntimeOptions(threads=1), resolve("reference-small"), None)
+@pytest.mark.parametrize("name", ["reference-small", "reference-moe-small"])
+def test_greedy_answers_of_the_reference_vary(name: str) -> None:
+    stepper, _ = stepper_of(resolve(name))
     prompts = [[40 + number, 900, 17] for number in range(6)]
     answers = greedy(stepper, prompts, 40, eos=(2,))
     assert [len(answer) for answer in answers] == [40] * 6  # the end token is never the likeliest
@@ -98,8 +115,9 @@ def test_unknown_model_says_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         resolve(str(tmp_path / "nowhere"))
     assert str(error.value) == (
-        f"{tmp_path}/nowhere is not a folder\n  try: reference, reference-small, smollm2, or a"
-        " folder with config.json, *.safetensors and tokenizer.json (nothing is downloaded)"
+        f"{tmp_path}/nowhere is not a folder\n  try: reference, reference-small, reference-moe,"
+        " reference-moe-small, smollm2, or a folder with config.json, *.safetensors and"
+        " tokenizer.json (nothing is downloaded)"
     )
     with pytest.raises(UsageError, match="holds no config.json"):
         resolve(str(tmp_path))
@@ -122,6 +140,10 @@ def test_unknown_model_says_what_there_is(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 query heads do not divide among 3 KV heads"),
         ({"head_dim": 15}, "head_dim is 15, but rotary embedding needs an even number"),
         ({"dtype": "float8_e4m3fn"}, "weights of type 'float8_e4m3fn' are not supported"),
+        (MOE | {"mlp_only_layers": [0]}, "layers without experts in a model with experts"),
+        (MOE | {"decoder_sparse_step": 2}, "layers without experts in a model with experts"),
+        (MOE | {"num_experts": 4}, "8 experts a token, but there are only 4"),
+        (MOE | {"num_experts": 0}, "num_local_experts is 0, but must be a positive integer"),
         (
             {"architectures": ["MistralForCausalLM"]},
             "sliding-window attention (sliding_window 4096)",
@@ -153,6 +175,18 @@ def test_config_in_both_forms() -> None:
     named_old = parse_config({**LLAMA, "rope_scaling": {"rope_type": "llama3", **scaling}})
     named_new = parse_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", **scaling}})
     assert named_old == named_new and named_new.rope_scaling is not None
+
+
+def test_config_of_experts() -> None:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    assert parse_config({**LLAMA, **mixtral}).experts == ExpertsConfig(4, 2, 112, normalized=True)
+    old = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    new = {**old, "num_local_experts": 16}
+    del new["num_experts"]
+    experts = parse_config({**LLAMA, **MOE, **old}).experts
+    assert experts == ExpertsConfig(16, 4, 24, normalized=False)
+    assert parse_config({**LLAMA, **MOE, **new}).experts == experts
+    assert parse_config(LLAMA).experts is None
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 1'])
@@ -225,7 +259,7 @@ def test_smollm2_answers_as_transformers_does() -> None:
     folder = resolve("smollm2")
     assert smollm2.MODULE not in sys.modules
     tokenizer, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
-    stepper, ready = load(RuntimeOptions(threads=1, dtype="float32"), folder, None)
+    stepper, ready = stepper_of(folder, "float32")
     assert (ready.parameters, ready.max_model_len) == (134_515_008, 8192)
     questions = ["What is the capital of France?", "Name 3 primes between 10 and 20."]
     chats = [[{"role": "user", "content": question}] for question in questions]

@@ -15,6 +15,7 @@ import pytest
 from perfledger.instrumented_runtime import engine
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.checkpoints.weights import weights_hash
+from perfledger.instrumented_runtime.loading import load_rank
 from perfledger.instrumented_runtime.messages import (
     USAGE,
     WHOLE_ENGINE,
@@ -28,6 +29,7 @@ from perfledger.instrumented_runtime.messages import (
     Submit,
 )
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace
 from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
     Admit,
@@ -37,6 +39,7 @@ from perfledger.instrumented_runtime.records import (
     Step,
 )
 from perfledger.instrumented_runtime.ring import Reader, Ring
+from perfledger.instrumented_runtime.runtime_version import runtime_version
 from perfledger.schema.clocks import monotonic_ns
 
 OPTIONS = RuntimeOptions(model="reference-small", threads=1)
@@ -81,7 +84,8 @@ def running(options: RuntimeOptions = OPTIONS, folder: Path | None = None) -> It
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     ring = Ring.create(4096)
-    arguments = (options, folder or resolve(options.model), theirs, ring.name)
+    checkpoint = folder or resolve(options.model)
+    arguments = (options, checkpoint, theirs, ring.name, RankPlace(Layout()))
     process = context.Process(target=engine.main, args=arguments)
     process.start()
     theirs.close()
@@ -112,7 +116,10 @@ def one_by_one() -> dict[int, list[int]]:
 
 def test_facts_answers_and_an_end_on_request(one_by_one: dict[int, list[int]]) -> None:
     with running() as it:
-        assert it.receive() == Ready(
+        ready = it.receive()
+        assert isinstance(ready, Ready)
+        capacity = ready.capacity
+        assert ready == Ready(
             device="cpu",
             dtype="float32",
             kernel_path="prefill: sdpa flash; decode: block gather, sdpa flash, group as query",
@@ -121,7 +128,12 @@ def test_facts_answers_and_an_end_on_request(one_by_one: dict[int, list[int]]) -
             max_model_len=4096,
             parameters=4_863_744,
             weights_hash=weights_hash(resolve(OPTIONS.model)),
+            runtime_version=runtime_version(),
+            layout="single",
+            capacity=capacity,
         )
+        assert capacity["weights_bytes"] == 4 * ready.parameters
+        assert capacity["kv_bytes"] == ready.kv_blocks * BLOCK_BYTES
         for number in range(6):
             it.submit(number, prompt_of(number), 30)
         assert it.answers(6) == one_by_one
@@ -207,7 +219,8 @@ def test_the_end_of_the_pipe_ends_the_process() -> None:
 def test_options_that_can_never_work(changes: dict[str, object], detail: str) -> None:
     """Refused in the loading itself, in this process: the next test has the process."""
     with pytest.raises(engine.UsageError) as error:
-        engine.load(dataclasses.replace(OPTIONS, **changes), resolve(OPTIONS.model), None)
+        options = dataclasses.replace(OPTIONS, **changes)
+        load_rank(options, resolve(OPTIONS.model), RankPlace(Layout()))
     assert str(error.value).startswith(detail)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.child_processes import end, spawn_engine
-from perfledger.instrumented_runtime.engine_link import OK, STOPPING, EngineLink
+from perfledger.instrumented_runtime.engine_link import OK, STOPPING, EngineLink, Hears
 from perfledger.instrumented_runtime.messages import SamplingParams, Submit
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.instrumented_runtime.records import LEAVE_REASONS, Admit, Leave
@@ -53,7 +53,12 @@ async def run_and_shut_down(
 ) -> tuple[BaseProcess, EngineLink]:
     process, connection = spawn_engine(OPTIONS, resolve(OPTIONS.model), ring.name)
     changed = asyncio.Event()
-    link = EngineLink(connection, changed.set)
+
+    class Hearing(Hears):
+        def changed(self) -> None:
+            changed.set()
+
+    link = EngineLink(connection, Hearing())
     try:
         link.start()
         await asyncio.wait_for(changed.wait(), 60)
@@ -88,7 +93,7 @@ def test_what_was_sent_before_the_end_arrives_whole() -> None:
     near, far = multiprocessing.Pipe()
 
     async def fill_and_shut_down() -> None:
-        link = EngineLink(near, lambda: None)
+        link = EngineLink(near, Hears())
         link.start()
         for request in range(200):
             submit(link, request, 1000)

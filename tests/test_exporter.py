@@ -39,6 +39,7 @@ from perfledger.instrumented_runtime.records import (
 from perfledger.instrumented_runtime.ring import Counts, Ring, Writer, to_signed
 from perfledger.instrumented_runtime.telemetry import (
     EngineRecord,
+    RankRing,
     RequestRecord,
     SpanRecord,
     TelemetrySender,
@@ -171,7 +172,7 @@ class Running:
         self.writer = Writer.attach(self.ring.name)
         self.sender = TelemetrySender(near)
         self.process = multiprocessing.get_context("spawn").Process(
-            target=exporter.main, args=(self.ring.name, far, ANCHOR, RESOURCE)
+            target=exporter.main, args=([RankRing(self.ring.name)], far, ANCHOR, RESOURCE)
         )
         self.process.start()
         far.close()
@@ -203,12 +204,12 @@ def point_at(monkeypatch: pytest.MonkeyPatch, port: int, protocol: str = "grpc")
 SCRIPT: tuple[Record, ...] = (
     Admit(
         3, 1, to_signed(TRACE_ID >> 64), TRACE_ID & (1 << 64) - 1, to_signed(ROOT_ID),
-        1_200, 1_300, 1_310, 5, 0, 0,
+        1_200, 1_300, 1_310, 5, 0, 0, 0, 0,
     ),
-    Chunk(3, 1, 5, 0, 1),
+    Chunk(3, 1, 5, 0, 1, 1, 1),
     Step(1, 1_290, 1_320, 1_400, 1_410, 1_420, 1, 5, 0, 0, 1, 9, 33),
     Step(2, 1_500, 1_510, 1_600, 1_610, 1_620, 1, 0, 1, 2, 1, 9, 44),
-    Leave(3, 2, 1_625, 0, 2),
+    Leave(3, 2, 1_625, 0, 2, 5, 0, 1, 0, 0, 0, 0),
 )  # fmt: skip
 ENGINE = EngineRecord({"perfledger.device": "cpu", "perfledger.dtype": "float32"})
 REQUEST = RequestRecord(
@@ -287,6 +288,7 @@ def expected_views() -> list[View]:
         }
 
     root = dict(REQUEST.attributes) | {"perfledger.status": "error"} | cached
+    root |= {"perfledger.kv_blocks_held": 1, "perfledger.computed_tokens": 5}
     of_step = {"perfledger.step.seq": 1}
     left = {"perfledger.reason": "stop", "perfledger.tokens": 1}
     rows: list[tuple[str, str, str, int, int, dict[str, object]]] = [
@@ -488,12 +490,12 @@ import multiprocessing, os, signal, time
 from perfledger.instrumented_runtime import exporter
 from perfledger.instrumented_runtime.records import STEP
 from perfledger.instrumented_runtime.ring import Ring, Writer
-from perfledger.instrumented_runtime.telemetry import open_channel
+from perfledger.instrumented_runtime.telemetry import RankRing, open_channel
 from perfledger.schema.clocks import take_anchor
 
 if __name__ == "__main__":
     ring, (near, far) = Ring.create(64), open_channel()
-    arguments = (ring.name, far, take_anchor(), {"service.name": "orphan"})
+    arguments = ([RankRing(ring.name)], far, take_anchor(), {"service.name": "orphan"})
     process = multiprocessing.get_context("spawn").Process(target=exporter.main, args=arguments)
     process.start()
     far.close()

@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def sample(
         end_ns=fields.pop("end_ms", 400) * MS,
         chunk_ns=array("q", [ms * MS for ms in chunks_ms]),
         channels=fields.pop("channels", "o" * len(chunks_ms)),
+        choices=fields.pop("choices", [0] * len(chunks_ms)),
         **fields,
     )
 
@@ -127,6 +128,12 @@ def test_a_summary_is_computed_from_raw_samples() -> None:
     assert summary["realised_input_tokens"]["mean"] == 8.5
     assert summary["client_is_bottleneck"] is False
     assert set(summary["metrics"]) <= set(summary["definition"])
+
+
+def test_gaps_are_between_chunks_of_one_choice() -> None:
+    of_two = sample(0, 0, 0, [10, 12, 15, 30, 31], choices=[0, 1, 0, 0, 1], output_tokens=5)
+    itl = summarise(finished(of_two)).metrics["itl_ns"]
+    assert (itl.n, itl.mean, itl.p50) == (3, 13 * MS, 15 * MS)  # 5, 15 and 19 ms
 
 
 def test_a_late_client_says_so() -> None:
@@ -201,3 +208,29 @@ def test_spans_and_run_are_written_without_content(tmp_path: Path) -> None:
     assert (samples["seed"], samples["failed"]) == (3, {"http_500": 1})
     everything = str(rows) + str(run)
     assert [word for word in ("canary", "hush") if word in everything] == []
+
+
+def test_labels_and_choices_are_written(tmp_path: Path) -> None:
+    store = Store.at(str(tmp_path))
+    labelled = replace(
+        sample(0, 0, 0, [10, 12, 14], channels="oor", choices=[0, 1, 1], http_status=429),
+        arrival=Arrival(0, 8, 6, (), "chat", "acme", "s1", -3, 500),
+        error="http_429_deadline",
+    )
+    result = finished(labelled)
+    write_result(store, replace(result, plan=replace(result.plan, n=2)))
+    (row,) = store.scan("spans").collect().to_dicts()
+    names = ("tenant", "session", "deadline_ms", "outcome", "error_type")
+    assert [row[name] for name in names] == ["acme", "s1", 500, "refused", "http_429_deadline"]
+    found = {pair["key"]: pair["int"] for pair in row["attributes"]}
+    assert (found["perfledger.priority"], found["gen_ai.request.choice.count"]) == (-3, 2)
+    assert [
+        [(a["key"], a["text"] or a["int"]) for a in event["attributes"] or []]
+        for event in row["events"]
+    ] == [
+        [],
+        [("perfledger.client.choice", 1)],
+        [("perfledger.client.channel", "reasoning"), ("perfledger.client.choice", 1)],
+    ]
+    manifest = json.loads(store.scan("runs").collect()["manifest"][0])
+    assert manifest["workload.sampling"] == "temperature 0, ignore_eos, n 2"

@@ -12,11 +12,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from perfledger.instrumented_runtime.attention import PagedKvCache, kernel_path
@@ -24,8 +28,8 @@ from perfledger.instrumented_runtime.checkpoints.config import read_config
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.messages import SamplingParams, Submit
 from perfledger.instrumented_runtime.model import Decoder, load_decoder
-from perfledger.instrumented_runtime.scheduler import Chunk, StepPlan
-from perfledger.instrumented_runtime.sequences import Sequence, sequence_of
+from perfledger.instrumented_runtime.scheduling.plan import Chunk, StepPlan
+from perfledger.instrumented_runtime.scheduling.sequences import Sequence, request_of
 from perfledger.instrumented_runtime.step_rows import build_rows, prepare_chunk
 
 CPU = torch.device("cpu")
@@ -55,6 +59,12 @@ MODELS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None, head_dim=32)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=24)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=6)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **TINY, head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48
+        )
+    ),
 }
 
 
@@ -73,7 +83,7 @@ class Driver:
         random.Random(7).shuffle(self.free)
 
     def sequence(self, text: list[int]) -> Sequence:
-        sequence = sequence_of(Submit(0, text, SamplingParams(1), 0, 0, 0))
+        sequence = request_of(Submit(0, text, SamplingParams(1), 0, 0, 0)).sequences[0]
         for _ in range(len(text) // BLOCK_SIZE + 1):
             sequence.blocks.append(self.free.pop())
         return sequence
@@ -161,7 +171,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_same_logits(load_decoder(tmp_path, config, torch.float32, CPU), theirs)
 
 
-@pytest.mark.parametrize("name", ["reference", "reference-small"])
+@pytest.mark.parametrize("name", ["reference", "reference-small", "reference-moe-small"])
 def test_reference_logits_equal_transformers(name: str) -> None:
     folder = resolve(name)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Request bodies checked, answers shaped: whole values."""
+"""Request bodies checked: whole values."""
 
 import json
 from typing import Any
@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from perfledger.instrumented_runtime.openai_protocol import (
     CHAT,
     TEXT_COMPLETION,
-    AnswerFormat,
     CompletionRequest,
     RefusedError,
-    Usage,
     parse_request,
 )
 
@@ -54,6 +52,9 @@ def test_a_chat_with_everything() -> None:
         ignore_eos=True,
         stream=True,
         stream_options={"include_usage": True},
+        n=3,
+        best_of=3,
+        priority=-2,
         user="someone",
         metadata={"any": "thing"},
     )
@@ -74,6 +75,8 @@ def test_a_chat_with_everything() -> None:
         ignore_eos=True,
         stream=True,
         include_usage=True,
+        n=3,
+        priority=-2,
     )
 
 
@@ -91,6 +94,8 @@ def test_defaults_are_those_of_openai() -> None:
         ignore_eos=False,
         stream=False,
         include_usage=False,
+        n=1,
+        priority=None,
     )
     assert parse_chat().max_tokens is None
 
@@ -106,7 +111,7 @@ def test_forms_of_one_prompt(prompt: object, taken: object) -> None:
 @pytest.mark.parametrize(
     "neutral",
     [
-        {"n": 1},
+        {"n": 1, "best_of": 1},
         {"tools": [], "tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"logprobs": False, "top_logprobs": 0},
@@ -121,8 +126,6 @@ def test_fields_that_ask_for_nothing_are_taken(neutral: dict[str, object]) -> No
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("logprobs", True),
@@ -131,13 +134,23 @@ def test_fields_that_ask_for_nothing_are_taken(neutral: dict[str, object]) -> No
         ("echo", True),
         ("suffix", "end"),
         ("best_of", 3),
+        ("use_beam_search", True),
+        ("cache_salt", "mine"),
+        ("structured_outputs", {"regex": "a"}),
+        ("stop_token_ids", [5]),
         ("presence_penalty", 0.5),
     ],
 )
 def test_what_would_change_the_meaning_is_refused_by_name(field: str, value: object) -> None:
     body = json.dumps({"messages": HELLO, field: value}).encode()
-    what = "n must be 1" if field == "n" else f"{field} is not supported"
-    assert refusal(CHAT, body) == (400, "unsupported_parameter", field, what)
+    expected = (400, "unsupported_parameter", field, f"{field} is not supported")
+    assert refusal(CHAT, body) == expected
+
+
+def test_best_of_is_no_more_than_n() -> None:
+    body = json.dumps({"messages": HELLO, "n": 2, "best_of": 4}).encode()
+    what = "best_of is not supported"
+    assert refusal(CHAT, body) == (400, "unsupported_parameter", "best_of", what)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +211,18 @@ def test_what_would_change_the_meaning_is_refused_by_name(field: str, value: obj
         ),
         ({"temperature": "hot"}, "invalid_type", "temperature", "temperature must be a number"),
         ({"top_p": 0}, "invalid_value", "top_p", "top_p is 0, must be above 0"),
+        ({"n": 0}, "invalid_value", "n", "n is 0, must be from 1 to 128"),
+        ({"n": 129}, "invalid_value", "n", "n is 129, must be from 1 to 128"),
+        ({"n": True}, "invalid_type", "n", "n must be an integer"),
+        ({"n": "2"}, "invalid_type", "n", "n must be an integer"),
+        ({"priority": 1.0}, "invalid_type", "priority", "priority must be an integer"),
+        ({"priority": "high"}, "invalid_type", "priority", "priority must be an integer"),
+        (
+            {"priority": 2**31},
+            "invalid_value",
+            "priority",
+            "priority is 2147483648, must be from -2147483648 to 2147483647",
+        ),
         ({"seed": 1.5}, "invalid_type", "seed", "seed must be an integer"),
         ({"stream": "yes"}, "invalid_type", "stream", "stream must be true or false"),
         ({"stop": ["a"] * 5}, "invalid_value", "stop", "stop has 5 strings, at most 4"),
@@ -261,55 +286,3 @@ def test_any_body_is_taken_or_refused(body: bytes) -> None:
             assert parse_request(operation, body).operation == operation
         except RefusedError as error:
             assert error.status == 400
-
-
-def events(stream: bytes) -> list[object]:
-    lines = [line for line in stream.decode().split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
-
-
-def test_chunks_of_a_chat() -> None:
-    asked = parse_chat(model="m", stream=True, stream_options={"include_usage": True})
-    shape = AnswerFormat(asked, "chatcmpl-1", 1700000000)
-    head = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1700000000,
-        "model": "m",
-    }
-
-    def chunk(delta: dict[str, str], finish: str | None) -> dict[str, object]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return {**head, "choices": [choice], "usage": None}
-
-    text = shape.text('"quoted" é\n')
-    assert shape.text("") == b""
-    assert events(shape.opening() + text + shape.closing("stop", Usage(3, 2, 1))) == [
-        chunk({"role": "assistant", "content": ""}, None),
-        chunk({"content": '"quoted" é\n'}, None),
-        chunk({}, "stop"),
-        {
-            **head,
-            "choices": [],
-            "usage": {
-                "prompt_tokens": 3,
-                "completion_tokens": 2,
-                "total_tokens": 5,
-                "prompt_tokens_details": {"cached_tokens": 1},
-            },
-        },
-        "[DONE]",
-    ]
-
-
-def test_chunks_of_a_completion_without_usage() -> None:
-    shape = AnswerFormat(parse_prompt(model="m", prompt="x", stream=True), "cmpl-1", 17)
-    head = {"id": "cmpl-1", "object": "text_completion", "created": 17, "model": "m"}
-
-    def chunk(text: str, finish: str | None) -> dict[str, object]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-        return {**head, "choices": [choice]}
-
-    stream = shape.opening() + shape.text("a") + shape.closing("length", Usage(3, 2, 0))
-    assert events(stream) == [chunk("a", None), chunk("", "length"), "[DONE]"]

@@ -60,6 +60,18 @@ class Model:
 batches = st.lists(st.lists(st.integers(0, 120), min_size=1, max_size=10), max_size=40)
 
 
+def test_what_came_again_after_it_was_forgotten_is_known_after_a_restart(tmp_path: Path) -> None:
+    """Though the first time is read before the second, into the generation that goes first."""
+    recent = RecentSpans(tmp_path / "recent", 60)
+    assert all(take(recent, list(range(30)), "1-a") + take(recent, [30], "2-a"))
+    assert not any(take(recent, [30] * 30, "3-a"))  # makes room for as many: 0 is forgotten
+    assert take(recent, [0], "4-a") == [True]
+    again = RecentSpans(tmp_path / "recent", 60)
+    again.load()
+    assert all(take(again, list(range(100, 130))))
+    assert take(again, [0]) == [False]
+
+
 @settings(max_examples=60, deadline=None)
 @given(batches, st.sets(st.integers(0, 39), max_size=4))
 def test_it_agrees_with_a_set_of_everything(arriving: list[list[int]], restarts: set[int]) -> None:

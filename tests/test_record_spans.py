@@ -11,7 +11,10 @@ from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
     WAIT_REASONS,
     Admit,
+    ChoiceEnd,
     Chunk,
+    Degrade,
+    Kv,
     Leave,
     Preempt,
     Record,
@@ -58,6 +61,8 @@ def admit(request: int, seq: int, queue: int, context: int, end: int, **more: in
         more.get("prompt_tokens", 4),
         more.get("cached_tokens", 0),
         more.get("wait_reason", 0),
+        more.get("sequences", 0),
+        more.get("swapped_blocks", 0),
     )
 
 
@@ -68,7 +73,16 @@ def step(seq: int, start: int, width: int, prefill: int = 0, decode: int = 0) ->
 
 
 def leave(request: int, seq: int, at: int, reason: str, output_tokens: int) -> Leave:
-    return Leave(request, seq, at, LEAVE_REASONS.index(reason), output_tokens)
+    reason_code, computed = LEAVE_REASONS.index(reason), 3 + output_tokens
+    return Leave(request, seq, at, reason_code, output_tokens, computed, 0, 2, 0, 0, 0, 0)
+
+
+def chunk(request: int, seq: int, tokens: int, recompute: int, last: int) -> Chunk:
+    return Chunk(request, seq, tokens, recompute, last, sequences=1, samples=last)
+
+
+def preempt(request: int, seq: int, at: int) -> Preempt:
+    return Preempt(request, seq, at, swapped_blocks=0)
 
 
 def finished(
@@ -132,9 +146,9 @@ def test_a_request_in_two_chunks_and_two_tokens() -> None:
     spans = run(
         EngineRecord({"perfledger.device": "cpu"}),
         admit(1, 7, 50, 90, 95, prompt_tokens=6, cached_tokens=1, wait_reason=1),
-        Chunk(1, 7, 3, 0, 0),
+        chunk(1, 7, 3, 0, 0),
         step(7, 100, 1, prefill=3),
-        Chunk(1, 8, 2, 0, 1),
+        chunk(1, 8, 2, 0, 1),
         step(8, 200, 1, prefill=2),
         step(9, 300, 1, decode=1),
         leave(1, 9, 405, "length", 2),
@@ -158,7 +172,12 @@ def test_a_request_in_two_chunks_and_two_tokens() -> None:
     prefill = engine | usual | {"step.decode_tokens": 0}
     decode = engine | usual | {"step.prefill_tokens": 0, "step.decode_tokens": 1, "step.seq": 9}
     cached = {"gen_ai.usage.cache_read.input_tokens": 1}
-    of_root = {"gen_ai.usage.output_tokens": 2, "status": "ok"} | cached
+    of_root = {
+        "gen_ai.usage.output_tokens": 2,
+        "status": "ok",
+        "kv_blocks_held": 2,
+        "computed_tokens": 5,
+    } | cached
     one = "request 1"
     assert views(spans) == [
         (one, "queue", "root", 50, 90, {"reason": "kv_full"}),
@@ -210,12 +229,12 @@ def test_a_step_without_sampling_has_no_sample_child_and_computes_to_its_end() -
 def test_a_preempted_request_waits_again_and_is_computed_again() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
-        Preempt(1, 2, 205),
+        preempt(1, 2, 205),
         step(2, 200, 1, decode=1),
         admit(1, 3, 205, 302, 304, wait_reason=2),
-        Chunk(1, 3, 5, 1, 1),
+        chunk(1, 3, 5, 1, 1),
         step(3, 300, 1, prefill=5),
         step(4, 400, 1, decode=1),
         leave(1, 4, 505, "stop", 3),
@@ -231,7 +250,7 @@ def test_a_preempted_request_waits_again_and_is_computed_again() -> None:
         ("context", "root", 302, 304, cached),
         ("prefill", "root", 310, 380, {"tokens": 5, "step.seq": 3, "reason": "preempted"}),
         ("decode", "root", 190, 505, {"reason": "stop", "tokens": 2}),
-        ("chat", "", 0, 600, {"status": "ok"} | cached),
+        ("chat", "", 0, 600, {"status": "ok", "kv_blocks_held": 2, "computed_tokens": 6} | cached),
     ]
     assert links(spans) == {
         1: [("1", "prefill", 4)],
@@ -244,18 +263,20 @@ def test_a_preempted_request_waits_again_and_is_computed_again() -> None:
 def test_aborted_between_steps_while_prefilling_it_has_no_token() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 3, 0, 0),
+        chunk(1, 1, 3, 0, 0),
         step(1, 100, 1, prefill=3),
         leave(1, 1, 250, "client_disconnect", 0),
         step(2, 300, 0),
         finished(1, 0, 240, "aborted"),
     )
     cached = {"gen_ai.usage.cache_read.input_tokens": 0}
+    why = {"status": "aborted", "reason": "client_disconnect"}
+    why |= {"kv_blocks_held": 2, "computed_tokens": 3}
     assert [view[1:] for view in requests_only(spans)] == [
         ("queue", "root", 10, 20, {"reason": "admission"}),
         ("context", "root", 20, 25, cached),
         ("prefill", "root", 110, 180, {"tokens": 3, "step.seq": 1}),
-        ("chat", "", 0, 240, {"status": "aborted", "reason": "client_disconnect"} | cached),
+        ("chat", "", 0, 240, why | cached),
     ]
     assert links(spans) == {1: [("1", "prefill", 3)], 2: []}
 
@@ -263,7 +284,7 @@ def test_aborted_between_steps_while_prefilling_it_has_no_token() -> None:
 def test_an_answer_of_one_token_has_no_decode_span() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
         leave(1, 1, 205, "stop", 1),
     )
@@ -297,19 +318,97 @@ def test_a_refused_request_waited_for_no_engine() -> None:
 def test_aborted_while_preempted_its_last_wait_is_told() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
-        Preempt(1, 2, 205),
+        preempt(1, 2, 205),
         leave(1, 2, 270, "shutdown", 1),
     )
     assert requests_only(spans)[-1][1:] == ("queue", "root", 205, 270, {"reason": "preempted"})
+
+
+def test_choices_are_one_request_with_several_tokens_a_step() -> None:
+    state = RecordSpans(Random(1))
+    spans = feed(
+        state,
+        admit(1, 1, 10, 20, 25),
+        Chunk(1, 1, 4, 0, 1, sequences=3, samples=3),
+        step(1, 100, 1, prefill=4),
+        step(2, 200, 3, decode=3),
+        ChoiceEnd(1, 2, 305, sequences=2, decoding=1),
+        step(3, 400, 2, decode=2),
+        preempt(1, 4, 505),
+        admit(1, 5, 505, 510, 515, wait_reason=2),
+        # Two sequences are computed again and sample nothing, then both decode.
+        Chunk(1, 5, 9, 9, 1, sequences=2, samples=0),
+        step(5, 600, 2, prefill=9),
+        step(6, 700, 2, decode=2),
+        leave(1, 6, 805, "length", 10),
+    )
+    assert links(spans) == {
+        1: [("1", "prefill", 4)],
+        2: [("1", "decode", 3)],
+        3: [("1", "decode", 2)],
+        5: [("1", "recompute", 9)],
+        6: [("1", "decode", 2)],
+    }
+    told = [view[1:] for view in requests_only(spans)]
+    assert ("sample", "root", 180, 190, {"tokens": 3, "step.seq": 1}) in told
+    assert told[-1] == ("decode", "root", 190, 805, {"tokens": 7, "reason": "length"})
+    assert state.counts[metrics.TOKENS, "output"] == 10
+
+
+def test_a_swapped_request_decodes_again_without_a_chunk() -> None:
+    spans = run(
+        admit(1, 1, 10, 20, 25),
+        chunk(1, 1, 4, 0, 1),
+        step(1, 100, 1, prefill=4),
+        Preempt(1, 2, 205, swapped_blocks=1),
+        step(2, 200, 0),
+        admit(1, 3, 205, 302, 304, wait_reason=2, sequences=1, swapped_blocks=1),
+        step(3, 300, 1, decode=1),
+        Leave(1, 3, 405, 0, 2, 5, 0, 2, 3, 1, 2, 0b101),
+        finished(1, 0, 500),
+    )
+    assert links(spans) == {1: [("1", "prefill", 4)], 2: [], 3: [("1", "decode", 1)]}
+    cached = {"gen_ai.usage.cache_read.input_tokens": 0}
+    told = [view[1:] for view in requests_only(spans)]
+    assert ("context", "root", 302, 304, cached | {"kv_blocks_swapped": 1}) in told
+    account = {"kv_blocks_held": 2, "computed_tokens": 5, "kv_blocks_evicted": 3}
+    account |= {"kv_blocks_copied": 1}
+    account |= {"kv_blocks_swapped": 2, "degraded": "shrink-chunk,cap-max-tokens"}
+    assert told[-1] == ("chat", "", 0, 500, {"status": "ok"} | cached | account)
+
+
+def test_kv_events_are_told_by_the_step_they_happened_in() -> None:
+    state = RecordSpans(Random(1))
+    spans = feed(
+        state, Kv(1, 2, 0, 1, 0, 0), step(1, 100, 0), Kv(2, 0, 3, 0, 1, 4), step(3, 200, 0)
+    )
+    told = [view[5] for view in views(spans) if view[1] == "decode_step"]
+    assert {name: told[0][name] for name in told[0] if name.startswith("step.kv_s")} == {
+        "step.kv_stored": 2
+    }
+    assert told[0]["step.kv_copied"] == 1
+    # The record of step 2 is lost: nothing is said of the blocks by another step.
+    assert not any(name in told[1] for name in ("step.kv_evicted", "step.kv_swapped_in"))
+    events = {name: n for (metric, name), n in state.counts.items() if metric is metrics.KV_EVENTS}
+    assert events == {"stored": 2, "copied": 1, "evicted": 3, "swapped_out": 1, "swapped_in": 4}
+
+
+def test_degrading_is_a_span_of_the_engine() -> None:
+    spans = run(Degrade(50, 3, 1, 3200), Degrade(90, 3, 0, 1400))
+    engine = {"replica": "0", "rank": 0, "degrade.step": "shed-low-priority"}
+    assert views(spans) == [
+        ("engine", "degrade", "", 50, 50, engine | {"degrade.on": True, "degrade.pressure": 3.2}),
+        ("engine", "degrade", "", 90, 90, engine | {"degrade.on": False, "degrade.pressure": 1.4}),
+    ]
 
 
 # --- lost records ---
 
 
 def test_a_gap_is_a_span_between_the_records_around_it() -> None:
-    spans = run(step(1, 100, 0), Gap(3), Gap(2), Chunk(9, 2, 1, 0, 0), step(2, 300, 1, decode=1))
+    spans = run(step(1, 100, 0), Gap(3), Gap(2), chunk(9, 2, 1, 0, 0), step(2, 300, 1, decode=1))
     lost = {"replica": "0", "rank": 0, "dropped": 5}
     assert [view for view in views(spans) if view[1] == "telemetry_dropped"] == [
         ("engine", "telemetry_dropped", "", 200, 400, lost)
@@ -328,9 +427,9 @@ def test_without_its_admit_a_request_is_ignored_and_counted() -> None:
     spans = feed(
         state,
         Gap(1),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
-        Preempt(1, 2, 205),
+        preempt(1, 2, 205),
         leave(1, 2, 206, "error", 1),
         finished(1, 0, 210, "error", sent=5),  # not "never admitted": its ADMIT may be lost
     )
@@ -342,7 +441,7 @@ def test_without_its_admit_a_request_is_ignored_and_counted() -> None:
 def test_without_the_step_of_its_first_token_its_decode_has_no_start() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         Gap(1),
         step(2, 200, 1, decode=1),
         leave(1, 2, 305, "length", 2),
@@ -356,7 +455,7 @@ def test_without_its_leave_a_request_ends_with_the_record_of_the_api() -> None:
     spans = feed(
         state,
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
         step(2, 200, 1, decode=1),
         Gap(1),
@@ -374,11 +473,11 @@ def test_without_its_leave_a_request_ends_with_the_record_of_the_api() -> None:
 def test_without_its_leave_and_the_record_of_the_api_a_narrower_batch_ends_it() -> None:
     spans = run(
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
         Gap(1),
         admit(2, 2, 110, 210, 220),
-        Chunk(2, 2, 4, 0, 1),
+        chunk(2, 2, 4, 0, 1),
         step(2, 200, 1, prefill=4),
         step(3, 400 + 9 * SECOND, 1, decode=1),
         step(4, 500 + 10 * SECOND, 1, decode=1),
@@ -397,7 +496,7 @@ def test_the_end_closes_what_a_killed_engine_left_open() -> None:
     feed(
         state,
         admit(1, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
+        chunk(1, 1, 4, 0, 1),
         step(1, 100, 1, prefill=4),
         step(2, 200, 1, decode=1),
         finished(1, 0, 350, "error"),
@@ -414,14 +513,14 @@ def test_counters_and_gauges() -> None:
         state,
         admit(1, 1, 10, 20, 25, prompt_tokens=9, cached_tokens=5),
         admit(2, 1, 10, 20, 25),
-        Chunk(1, 1, 4, 0, 1),
-        Chunk(2, 1, 3, 0, 0),
+        chunk(1, 1, 4, 0, 1),
+        chunk(2, 1, 3, 0, 0),
         step(1, 100, 2, prefill=7),
-        Preempt(2, 2, 205),
+        preempt(2, 2, 205),
         step(2, 200, 1, decode=1),
         Gap(2),
         admit(2, 3, 205, 302, 304, wait_reason=2),
-        Chunk(2, 3, 4, 1, 1),
+        chunk(2, 3, 4, 4, 1),
         step(3, 300, 2, prefill=4, decode=1),
         leave(1, 3, 405, "stop", 3),
         leave(2, 3, 406, "out_of_memory", 1),
@@ -492,7 +591,7 @@ class Engine:
             self.waiting.append(self.next_request)
             self.next_request += 1
         for request in [one for one in self.running if self.random.random() < 0.05]:
-            self.records.append(Preempt(request, self.seq, self.tick()))
+            self.records.append(preempt(request, self.seq, self.tick()))
             self.preempted[request] = self.now
             del self.running[request]
             self.waiting.insert(0, request)
@@ -522,7 +621,7 @@ class Engine:
                 recompute, left = left > 1000, left % 1000
                 tokens = self.random.randint(1, left)
                 last = int(tokens == left)
-                self.records.append(Chunk(request, self.seq, tokens, int(recompute), last))
+                self.records.append(chunk(request, self.seq, tokens, recompute * tokens, last))
                 links.append((str(request), "recompute" if recompute else "prefill", tokens))
                 prefill += tokens
                 self.tokens[request] += last

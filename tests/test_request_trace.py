@@ -1,17 +1,14 @@
-"""Trace context and traffic headers, read and refused."""
+"""Trace context read, and what a request's record holds."""
 
 import asyncio
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
 from perfledger.instrumented_runtime.openai_protocol import RefusedError
-from perfledger.instrumented_runtime.request_trace import (
-    RequestTrace,
-    parse_traceparent,
-    traffic_attributes,
-)
+from perfledger.instrumented_runtime.request_trace import RequestTrace, parse_traceparent
 from perfledger.schema.clocks import monotonic_ns
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -72,36 +69,32 @@ def test_a_trace_of_its_own() -> None:
     assert re.fullmatch(r"req-[0-9a-f]{32}", trace.request_id)
 
 
-def test_traffic_headers() -> None:
-    assert traffic_attributes(
-        {
-            "x-perfledger-tenant": "acme",
-            "x-perfledger-class": "batch",
-            "x-perfledger-session": "s:1/2",
-            "x-perfledger-deadline-ms": "1500",
-        }
-    ) == {
-        "perfledger.tenant": "acme",
-        "perfledger.class": "batch",
-        "perfledger.session": "s:1/2",
-        "perfledger.deadline_ms": 1500,
-    }
-    assert traffic_attributes({}) == {}
+def test_how_requests_end() -> None:
+    def ended(end: Callable[[RequestTrace], None]) -> tuple[str, dict[str, object]]:
+        trace = RequestTrace(7, "chat", [], 1000)
+        end(trace)
+        record = trace.record()
+        return record.outcome, {**record.attributes} | {"gen_ai.operation.name": None}
 
-
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
-        ("x-perfledger-tenant", ""),
-        ("x-perfledger-tenant", "a" * 129),
-        ("x-perfledger-class", "two words"),
-        ("x-perfledger-deadline-ms", "-5"),
-        ("x-perfledger-deadline-ms", "0"),
-        ("x-perfledger-deadline-ms", "soon"),
-        ("x-perfledger-deadline-ms", "\u0665"),
-    ],
-)
-def test_bad_traffic_headers_are_refused_by_name(header: str, value: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        traffic_attributes({header: value})
-    assert (caught.value.code, caught.value.param) == ("invalid_header", header)
+    finish, reason = "gen_ai.response.finish_reasons", "perfledger.reason"
+    nothing = {"gen_ai.operation.name": None}
+    assert ended(lambda trace: trace.answered(["stop", "length"])) == (
+        "ok",
+        nothing | {finish: ["stop", "length"]},
+    )
+    assert ended(lambda trace: trace.refused("invalid_value")) == (
+        "refused",
+        nothing | {"error.type": "invalid_value"},
+    )
+    assert ended(lambda trace: trace.refused("shed", "shed")) == (
+        "refused",
+        nothing | {"error.type": "shed", reason: "shed"},
+    )
+    assert ended(lambda trace: trace.failed("client_disconnect")) == (
+        "aborted",
+        nothing | {finish: ["abort"], reason: "client_disconnect"},
+    )
+    assert ended(lambda trace: trace.failed("out_of_memory")) == (
+        "error",
+        nothing | {finish: ["abort"], reason: "out_of_memory", "error.type": "out_of_memory"},
+    )

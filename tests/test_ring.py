@@ -93,12 +93,12 @@ def take(queued: list[Record | Gap], limit: int) -> list[Record | Gap]:
 def test_a_record_not_of_its_kind_is_dropped_and_counted() -> None:
     ring = Ring.create(8)
     writer, reader = Writer.attach(ring.name), Reader.attach(ring.name)
-    writer.write(LEAVE, Leave(1, 2, 3, 4, 5))
+    writer.write(LEAVE, Leave(*range(12)))
     writer.write(STEP, (1, 2))  # fields missing
     writer.write(CHUNK, (2**63, 0, 0, 0, 0))  # beyond 64 bits
     writer.write(99, (1,))  # no such kind
-    writer.write(CHUNK, Chunk(1, 2, 3, 0, 1))
-    assert reader.read(10) == [Leave(1, 2, 3, 4, 5), Gap(3), Chunk(1, 2, 3, 0, 1)]
+    writer.write(CHUNK, Chunk(*range(7)))
+    assert reader.read(10) == [Leave(*range(12)), Gap(3), Chunk(*range(7))]
     ring.close()
 
 
@@ -106,7 +106,7 @@ def test_counters_that_the_exporter_publishes_are_seen_by_the_owner() -> None:
     ring = Ring.create(1)
     writer, reader = Writer.attach(ring.name), Reader.attach(ring.name)
     for _ in range(3):
-        writer.write(CHUNK, Chunk(1, 2, 3, 0, 1))
+        writer.write(CHUNK, Chunk(*range(7)))
     reader.publish(exported=70, export_failed=5)
     assert (ring.counts(), reader.dropped) == (Counts(2, 70, 5), 2)
     ring.close()
@@ -116,8 +116,8 @@ def test_a_second_writer_continues_where_the_first_stopped() -> None:
     ring = Ring.create(4)
     reader = Reader.attach(ring.name)
     for number in range(3):
-        Writer.attach(ring.name).write(CHUNK, Chunk(number, 0, 0, 0, 0))
-    assert reader.read(9) == [Chunk(number, 0, 0, 0, 0) for number in range(3)]
+        Writer.attach(ring.name).write(CHUNK, Chunk(number, *[0] * 6))
+    assert reader.read(9) == [Chunk(number, *[0] * 6) for number in range(3)]
     ring.close()
 
 
@@ -142,8 +142,8 @@ def test_where_there_is_no_memfd_a_file_serves_and_is_removed(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     ring = Ring.create(2)
-    Writer.attach(ring.name).write(CHUNK, Chunk(1, 2, 3, 4, 5))
-    assert Reader.attach(ring.name).read(5) == [Chunk(1, 2, 3, 4, 5)]
+    Writer.attach(ring.name).write(CHUNK, Chunk(*range(7)))
+    assert Reader.attach(ring.name).read(5) == [Chunk(*range(7))]
     ring.close()
     assert not os.path.exists(ring.name)
 

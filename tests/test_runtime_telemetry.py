@@ -39,7 +39,7 @@ def ask(url: str, trace: int, fault: str = "", **fields: Any) -> int:
         "x-perfledger-tenant": "acme",
         "x-perfledger-class": "chat",
         "x-perfledger-session": "s1",
-        "x-perfledger-deadline-ms": "900",
+        "x-perfledger-deadline-ms": "900000",
     }
     if fault:
         headers["x-perfledger-fault"] = fault
@@ -83,7 +83,7 @@ def ledger(
             url = runtime.url
             assert ask(url, WHOLE) == 200
             assert ask(url, STREAMED, stream=True, seed=7, top_p=0.5) == 200
-            assert ask(url, REFUSED, n=2) == 400
+            assert ask(url, REFUSED, logprobs=True) == 400
             assert ask(url, STOPPED, max_tokens=60, stop=[" ", "e", "a", "i"]) == 200
             leave_in_the_middle(url, LEFT)
             assert ask(url, AFTER) == 200
@@ -155,9 +155,9 @@ def test_the_root_says_who_asked_what(spans: pl.DataFrame) -> None:
         "tenant": "acme",
         "traffic_class": "chat",
         "session": "s1",
-        "deadline_ms": 900,
+        "deadline_ms": 900_000,
         "output_tokens": 4,
-        "cached_tokens": 0,
+        "cached_tokens": 16,  # one block, computed for the request before
         "run_id": "r1",
         "service_name": "perfledger-runtime",
         "error_type": None,
@@ -179,6 +179,8 @@ def test_the_root_says_who_asked_what(spans: pl.DataFrame) -> None:
         "gen_ai.request.choice.count": 1,
         "gen_ai.response.model": "reference-small",
         "gen_ai.response.finish_reasons": '["length"]',
+        "perfledger.kv_blocks_held": -(-(root["input_tokens"] + 3) // 16),
+        "perfledger.computed_tokens": root["input_tokens"] + 3,
     }
 
 

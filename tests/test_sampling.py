@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from perfledger.instrumented_runtime.messages import SamplingParams, Submit
 from perfledger.instrumented_runtime.sampling import sample
-from perfledger.instrumented_runtime.sequences import Sequence, sequence_of
+from perfledger.instrumented_runtime.scheduling.sequences import Sequence, request_of
 
 PROBABILITIES = [0.5, 0.25, 0.15, 0.1]
 
 
 def sequence(**options: float) -> Sequence:
     sampling = SamplingParams(max_tokens=9, **options)  # type: ignore[arg-type]
-    return sequence_of(Submit(0, [1], sampling, 0, 0, 0))
+    return request_of(Submit(0, [1], sampling, 0, 0, 0)).sequences[0]
 
 
 def drawn(logits: list[float], count: int, **options: float) -> Counter[int]:

@@ -1,19 +1,21 @@
 """The scheduling policy: what each step computes, without a model."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfledger.instrumented_runtime.messages import SamplingParams, Submit
 from perfledger.instrumented_runtime.options import RuntimeOptions
-from perfledger.instrumented_runtime.scheduler import (
+from perfledger.instrumented_runtime.scheduling.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from perfledger.instrumented_runtime.scheduling.limits import (
     Limits,
-    Scheduler,
-    StepPlan,
     limits_of,
     most_output_tokens,
     never_fits,
 )
-from perfledger.instrumented_runtime.sequences import Sequence, sequence_of
+from perfledger.instrumented_runtime.scheduling.plan import StepPlan
+from perfledger.instrumented_runtime.scheduling.scheduler import Scheduler
+from perfledger.instrumented_runtime.scheduling.sequences import Request, request_of
 from perfledger.schema.errors import UsageError
 
 LIMITS = Limits(
@@ -21,16 +23,20 @@ LIMITS = Limits(
 )
 
 
-def request(number: int, prompt: int, output: int = 4, **delays_ns: int) -> Sequence:
-    submit = Submit(number, [7] * prompt, SamplingParams(output), 0, 0, 0, delays_ns)
-    return sequence_of(submit)
+def request(
+    number: int, prompt: int, output: int = 4, n: int = 1, queue_ns: int = 0, **more: object
+) -> Submit:
+    sampling = SamplingParams(output, n=n)
+    delays_ns = {"queue": queue_ns} if queue_ns else {}
+    return Submit(number, [7] * prompt, sampling, 0, 0, 0, delays_ns, **more)
 
 
-def scheduler_of(limits: Limits, *sequences: Sequence) -> Scheduler:
+def scheduler_of(limits: Limits, *submits: Submit) -> tuple[Scheduler, list[Request]]:
     scheduler = Scheduler(limits)
-    for sequence in sequences:
-        scheduler.add(sequence)
-    return scheduler
+    requests = [request_of(one, scheduler.tenants.named(one.tenant)) for one in submits]
+    for one in requests:
+        scheduler.add(one)
+    return scheduler, requests
 
 
 def step(scheduler: Scheduler, now_ns: int = 0) -> StepPlan:
@@ -39,25 +45,26 @@ def step(scheduler: Scheduler, now_ns: int = 0) -> StepPlan:
     while scheduler.admit_next(plan, now_ns) is not None:
         pass
     sampled = plan.sampled()
+    scheduler.tables.take_moves()
     scheduler.finish_step(plan)
     for sequence in sampled:
-        sequence.tokens.append(9)
-        if sequence.finish_reason() is not None:
-            scheduler.remove(sequence)
+        if scheduler.append(sequence, 9) is not None:
+            scheduler.end_sequence(sequence)
     return plan
 
 
 def shown(plan: StepPlan) -> tuple[list[int], list[tuple[int, int, int]], list[int]]:
     """(who decodes, (who, start, tokens) of each chunk, who was preempted)."""
     return (
-        [one.request for one in plan.decodes],
-        [(chunk.sequence.request, chunk.start, chunk.tokens) for chunk in plan.chunks],
-        [one.request for one in plan.preempted],
+        [one.of.number for one in plan.decodes],
+        [(chunk.sequence.of.number, chunk.start, chunk.tokens) for chunk in plan.chunks],
+        [one.number for one in plan.preempted],
     )
 
 
 def test_decodes_come_first_and_prompts_go_in_chunks() -> None:
-    scheduler = scheduler_of(LIMITS, request(0, 4), request(1, 17), request(2, 3), request(3, 2))
+    asked = (request(0, 4), request(1, 17), request(2, 3), request(3, 2))
+    scheduler, _ = scheduler_of(LIMITS, *asked)
     assert [shown(step(scheduler)) for _ in range(6)] == [
         ([], [(0, 0, 4), (1, 0, 6)], []),
         ([0], [(1, 6, 9)], []),  # 9 left of 10: the prompt begun goes before the queue
@@ -70,8 +77,8 @@ def test_decodes_come_first_and_prompts_go_in_chunks() -> None:
 
 def test_first_in_the_queue_is_not_overtaken_when_blocks_are_short() -> None:
     limits = Limits(3, 10, 64, 4, kv_blocks=4)
-    first, second, third = request(0, 8, 3), request(1, 9, 2), request(2, 1, 1)
-    scheduler = scheduler_of(limits, first, second, third)
+    asked = (request(0, 8, 3), request(1, 9, 2), request(2, 1, 1))
+    scheduler, (_, second, third) = scheduler_of(limits, *asked)
     assert shown(step(scheduler)) == ([], [(0, 0, 8)], [])
     assert (second.wait_reason, third.wait_reason) == ("kv_full", "admission")
     assert shown(step(scheduler)) == ([0], [], [])
@@ -85,30 +92,31 @@ def test_first_in_the_queue_is_not_overtaken_when_blocks_are_short() -> None:
 
 def test_a_preempted_sequence_goes_to_the_front_and_says_so() -> None:
     limits = Limits(2, 16, 64, 4, kv_blocks=4)
-    first, second, third = request(0, 4, 9), request(1, 4, 9), request(2, 1)
-    scheduler = scheduler_of(limits, first, second, third)
+    asked = (request(0, 4, 9), request(1, 4, 9), request(2, 1))
+    scheduler, (first, second, _) = scheduler_of(limits, *asked)
     for _ in range(5):
         assert shown(step(scheduler))[2] == []
     plan = step(scheduler)  # both need a third block, and there is none
     assert shown(plan) == ([0], [], [1])
-    assert [one.request for one in scheduler.waiting] == [1, 2]
-    assert (second.wait_reason, second.blocks, second.computed) == ("preempted", [], 0)
-    assert second.output_tokens == 5
+    again = second.sequences[0]
+    assert scheduler.waiting.first(0) is second
+    assert (second.wait_reason, again.blocks, again.computed) == ("preempted", [], 0)
+    assert (second.output_tokens, second.account.preemptions) == (5, 1)
     while first in scheduler.running:
         assert shown(step(scheduler)) == ([0], [], [])
     plan = step(scheduler)
     assert shown(plan) == ([], [(1, 0, 9)], [])
-    assert [chunk.recompute for chunk in plan.chunks] == [True]
+    # Of its nine tokens the last was sampled and never computed.
+    assert [chunk.recomputed for chunk in plan.chunks] == [8]
 
 
 def test_a_held_request_is_admitted_later_and_blocks_nobody() -> None:
-    held, other = request(0, 4, queue=1_000), request(1, 4)
-    scheduler = scheduler_of(LIMITS, held, other)
+    scheduler, _ = scheduler_of(LIMITS, request(0, 4, queue_ns=1_000), request(1, 4))
     assert shown(step(scheduler, now_ns=50)) == ([], [(1, 0, 4)], [])
-    assert scheduler.next_release_ns() == 1_050
+    assert scheduler.next_event_ns() == 1_050
     assert shown(step(scheduler, now_ns=1_049)) == ([1], [], [])
     assert shown(step(scheduler, now_ns=1_050)) == ([1], [(0, 0, 4)], [])
-    assert scheduler.next_release_ns() is None
+    assert scheduler.next_event_ns() is None
 
 
 def test_never_fits_says_why() -> None:
@@ -121,17 +129,23 @@ def test_never_fits_says_why() -> None:
     assert never_fits(60, 5, limits) == (
         "60 prompt tokens and max_tokens 5 make 65, but the model takes 64 tokens"
     )
+    assert never_fits(20, 13, limits, n=2) == (
+        "20 prompt tokens and max_tokens 13 make 33 in each of 2 answers,"
+        " but the KV cache holds 40 tokens"
+    )
+    assert never_fits(20, 9, limits, n=2) is None  # five blocks shared, two of each
+    assert never_fits(1, 1, limits, n=4) == "n is 4, but a batch holds 1 to 3 sequences"
     assert never_fits(0, 5, limits) == "the prompt has no tokens"
     assert never_fits(5, 0, limits) == "max_tokens is 0, but must be at least 1"
 
 
-@given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 20))
+@given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 20), st.integers(1, 3))
 def test_most_output_tokens_is_the_edge_of_never_fits(
-    prompt: int, output: int, kv_blocks: int
+    prompt: int, output: int, kv_blocks: int, n: int
 ) -> None:
     limits = Limits(3, 10, 64, 4, kv_blocks)
-    fits = output <= most_output_tokens(prompt, limits)
-    assert (never_fits(prompt, output, limits) is None) is fits
+    fits = output <= most_output_tokens(prompt, limits, n)
+    assert (never_fits(prompt, output, limits, n) is None) is fits
 
 
 def test_limits_that_cannot_work_are_refused() -> None:
@@ -143,6 +157,14 @@ def test_limits_that_cannot_work_are_refused() -> None:
         return ""
 
     assert refusal(RuntimeOptions()) == ""
+    assert refusal(RuntimeOptions(preemption="none")) == "preemption is 'none'"
+    assert refusal(RuntimeOptions(watermark=1.0)) == (
+        "watermark is 1.0, but must be a share from 0 to below 1"
+    )
+    assert refusal(RuntimeOptions(degrade=("sleep",))) == "'sleep' is no step of degrading"
+    assert refusal(RuntimeOptions(degrade=("refuse-n", "refuse-n"))) == (
+        "a step of degrading is named twice: refuse-n, refuse-n"
+    )
     assert refusal(RuntimeOptions(block_size=0)) == "block_size is 0, but must be at least 1"
     assert refusal(RuntimeOptions(), kv_blocks=0) == "the KV memory holds no block"
     assert refusal(RuntimeOptions(max_num_seqs=8, max_num_batched_tokens=7)) == (
@@ -150,34 +172,133 @@ def test_limits_that_cannot_work_are_refused() -> None:
     )
 
 
-REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12)
+def admitted(scheduler: Scheduler) -> list[int]:
+    """Run everything to its end; return the order of admission."""
+    order = []
+    while scheduler.running or scheduler.waiting:
+        before = {one.number for one in scheduler.running}
+        plan = scheduler.start_step()
+        while (one := scheduler.admit_next(plan, 0)) is not None:
+            if one.number not in before:
+                order.append(one.number)
+        sampled = plan.sampled()
+        scheduler.tables.take_moves()
+        scheduler.finish_step(plan)
+        for sequence in sampled:
+            if scheduler.append(sequence, 9) is not None:
+                scheduler.end_sequence(sequence)
+    return order
 
 
-@settings(deadline=None, max_examples=150)
-@given(REQUESTS, st.integers(1, 4), st.integers(4, 16), st.integers(11, 30), st.data())
-def test_every_request_ends_whatever_the_limits(
-    sizes: list[tuple[int, int]], seats: int, budget: int, kv_blocks: int, data: st.DataObject
+ONE_SEAT = Limits(1, 10, 64, 4, kv_blocks=16)
+
+
+def test_lower_priority_numbers_go_first_and_the_overtaken_know_why() -> None:
+    asked = (request(0, 4, priority=5), request(1, 4), request(2, 4, priority=-1))
+    scheduler, (low, middle, high) = scheduler_of(ONE_SEAT, *asked)
+    assert admitted(scheduler) == [2, 1, 0]
+    reasons = (low.wait_reason, middle.wait_reason, high.wait_reason)
+    assert reasons == ("priority", "priority", "admission")
+
+
+def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
+    asked = (request(0, 4), request(1, 4, deadline_ns=900), request(2, 4, deadline_ns=400))
+    scheduler, (never, late, soon) = scheduler_of(ONE_SEAT, *asked)
+    assert admitted(scheduler) == [2, 1, 0]
+    reasons = (never.wait_reason, late.wait_reason, soon.wait_reason)
+    assert reasons == ("deadline", "deadline", "admission")
+
+
+def test_the_tenant_served_least_goes_first() -> None:
+    """b has one request among five of a: it waits for one of them, not for all."""
+    asked = [request(number, 8, tenant="a") for number in range(5)]
+    scheduler, requests = scheduler_of(ONE_SEAT, *asked, request(9, 8, tenant="b"))
+    assert admitted(scheduler) == [0, 9, 1, 2, 3, 4]
+    assert [one.wait_reason for one in requests] == ["admission", *["fairness"] * 4, "admission"]
+    served = {one.tenant.name: one.tenant.served for one in requests}
+    assert served == {"a": 5 * (8 + 2 * 4), "b": 8 + 2 * 4}
+
+
+def test_a_tenant_that_was_away_has_saved_up_no_turns() -> None:
+    scheduler, _ = scheduler_of(ONE_SEAT, *[request(n, 8, tenant="a") for n in range(3)])
+    admitted(scheduler)
+    for number in range(10, 16):
+        one = request(number, 8, tenant="ab"[number % 2])
+        scheduler.add(request_of(one, scheduler.tenants.named(one.tenant)))
+    # Turn by turn: b does not get three in a row for what a had while b asked for nothing.
+    assert admitted(scheduler) == [10, 11, 12, 13, 14, 15]
+
+
+def test_choices_are_computed_once_and_take_a_seat_each() -> None:
+    limits = Limits(3, 10, 64, 4, kv_blocks=16)
+    asked = (request(0, 6, output=3, n=2), request(1, 2, n=2), request(2, 2))
+    scheduler, (first, _, _) = scheduler_of(limits, *asked)
+    assert shown(step(scheduler)) == ([], [(0, 0, 6)], [])  # 1 wants two seats of one left
+    assert scheduler.kv.used == 2  # both hold the same two blocks
+    assert shown(step(scheduler)) == ([0, 0], [], [])
+    assert (scheduler.kv.used, first.account.copied_blocks) == (3, 1)
+    assert shown(step(scheduler)) == ([0, 0], [], [])
+    assert shown(step(scheduler)) == ([], [(1, 0, 2), (2, 0, 2)], [])
+    assert scheduler.kv.counts.copied == 1
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 8])
+def test_the_last_of_the_worst_priority_gives_up_its_blocks(swap_blocks: int) -> None:
+    limits = Limits(3, 12, 64, 4, kv_blocks=6, swap_blocks=swap_blocks)
+    asked = (request(0, 4, 8, priority=1), request(1, 4, 8), request(2, 4, 8))
+    scheduler, (low, *_) = scheduler_of(limits, *asked)
+    preempted = []
+    while not preempted:
+        preempted = step(scheduler).preempted
+    assert preempted == [low]
+    assert (scheduler.host.count - scheduler.host.free > 0) is bool(swap_blocks)
+    admitted(scheduler)
+    assert low.output_tokens == 8 and low.account.recomputed_tokens == (0 if swap_blocks else 8)
+    assert (scheduler.kv.used, scheduler.host.free) == (0, swap_blocks)
+
+
+def test_a_watermark_of_blocks_stays_free_at_an_admission() -> None:
+    limits = Limits(3, 32, 64, 4, kv_blocks=8, watermark_blocks=4)
+    scheduler, (_, second) = scheduler_of(limits, request(0, 8, 2), request(1, 12, 2))
+    assert shown(step(scheduler)) == ([], [(0, 0, 8)], [])
+    assert second.wait_reason == "kv_full"  # 8 blocks less 2 less 3 are fewer than 4
+    assert shown(step(scheduler)) == ([0], [], [])
+    assert shown(step(scheduler)) == ([], [(1, 0, 12)], [])  # alone it may have all
+
+
+def test_deadlines_in_the_queue_expire() -> None:
+    asked = (request(0, 4, deadline_ns=50), request(1, 4, deadline_ns=100), request(2, 4))
+    scheduler, (_, second, _) = scheduler_of(ONE_SEAT, *asked)
+    step(scheduler)
+    assert scheduler.expired(99) == []
+    assert scheduler.next_event_ns() == 100
+    assert scheduler.expired(100) == [second]
+    assert len(scheduler.waiting) == 1
+
+
+def test_a_request_that_takes_all_blocks_is_admitted_though_all_of_it_is_cached() -> None:
+    """There is no room for a copy of its last block, so that block is computed again."""
+    limits = Limits(1, 10, 64, 4, kv_blocks=2, prefix_cache=True)
+    scheduler, _ = scheduler_of(limits, request(0, 8, 1), request(1, 8, 1))
+    assert [shown(step(scheduler))[1] for _ in range(2)] == [[(0, 0, 8)], [(1, 4, 4)]]
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=15, max_size=30)
+
+
+@settings(deadline=None)
+@given(SIZES, SIZES, st.integers(1, 3))
+def test_tenants_that_both_wait_are_served_alike(
+    of_a: list[tuple[int, int]], of_b: list[tuple[int, int]], seats: int
 ) -> None:
-    """All are served in full, first come first served; budget, seats and blocks are kept."""
-    limits = Limits(seats, budget, 64, 4, kv_blocks)
-    sequences = [request(number, *size) for number, size in enumerate(sizes)]
-    arrivals = list(sequences)
-    scheduler, done, admitted = Scheduler(limits), 0, []
-    while done < len(sequences):
-        while arrivals and (data.draw(st.booleans()) or not scheduler.running):
-            scheduler.add(arrivals.pop(0))
-        decoding = [one for one in scheduler.running if one.decoding]
-        plan = step(scheduler)
-        computed = len(plan.decodes) + sum(chunk.tokens for chunk in plan.chunks)
-        assert 0 < computed == budget - plan.budget
-        assert plan.decodes == [one for one in decoding if one not in plan.preempted]
-        assert len(scheduler.running) <= seats
-        for chunk in plan.chunks:
-            if not chunk.start and not chunk.recompute:
-                admitted.append(chunk.sequence.request)
-        tables = [block for one in scheduler.running for block in one.blocks]
-        assert len(tables) == len(set(tables)) == scheduler.kv.used
-        done = sum(one.finish_reason() is not None for one in sequences if one.output_tokens)
-    assert [one.output_tokens for one in sequences] == [size[1] for size in sizes]
-    assert admitted == sorted(admitted)
-    assert scheduler.kv.used == 0 and not scheduler.running and not scheduler.waiting
+    """The bound of Sheng et al. 2024: what tenants that both wait were served differs by 2 U at
+    most, where U is the larger weight of the longest prompt and of all tokens of a batch."""
+    limits = Limits(seats, 20, 64, 4, kv_blocks=40)
+    asked = [request(n, *size, tenant="a") for n, size in enumerate(of_a)]
+    asked += [request(100 + n, *size, tenant="b") for n, size in enumerate(of_b)]
+    scheduler, _ = scheduler_of(limits, *asked)
+    a, b = scheduler.tenants.named("a"), scheduler.tenants.named("b")
+    bound = 2 * max(PROMPT_WEIGHT * 20, OUTPUT_WEIGHT * seats * 12)
+    while a.waiting and b.waiting:
+        step(scheduler)
+        assert abs(a.served - b.served) <= bound

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,22 @@ from perfledger.cli import build_parser
 from perfledger.collectors.transport.address import is_loopback
 from perfledger.instrumented_runtime.messages import Ready
 from perfledger.instrumented_runtime.options import RuntimeOptions
-from perfledger.instrumented_runtime.serve import introduction
-from perfledger.serve_command import memory_bytes, options_of
+from perfledger.instrumented_runtime.serve import introduction, shared_threads
+from perfledger.schema.errors import UsageError
+from perfledger.serve_command import refuse_contradictions
+from perfledger.serve_flags import memory_bytes, options_of
 
 PROMPT = {"prompt": "The licence", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+
+
+EVERY_FLAG = (
+    "--model smollm2 --host 127.0.0.2 --port 0 --device cuda:1 --dtype bfloat16 --threads 2"
+    " --quantization int8 --max-num-seqs 8 --max-num-batched-tokens 64 --block-size 32"
+    " --kv-memory 1GiB --max-model-len 512 --no-prefix-cache --preemption swap"
+    " --swap-memory 1MiB --watermark 0.1 --degrade refuse-n,shrink-chunk --replicas 3"
+    " --route round-robin --health-timeout 2.5 --tp 2 --pp 3 --ep 4 --cp 5 --microbatches 6"
+    " --run-id r1 --service-name s --no-telemetry --allow-faults"
+)
 
 
 def options(*flags: str) -> RuntimeOptions:
@@ -36,12 +49,7 @@ def test_without_flags_the_options_are_the_defaults() -> None:
 
 
 def test_every_flag_sets_its_option() -> None:
-    text = (
-        "--model smollm2 --host 127.0.0.2 --port 0 --device cuda:1 --dtype bfloat16 --threads 2"
-        " --max-num-seqs 8 --max-num-batched-tokens 64 --block-size 32 --kv-memory 1GiB"
-        " --max-model-len 512 --run-id r1 --service-name s --no-telemetry --allow-faults"
-    )
-    assert options(*text.split()) == RuntimeOptions(
+    assert options(*EVERY_FLAG.split()) == RuntimeOptions(
         model="smollm2",
         host="127.0.0.2",
         port=0,
@@ -53,11 +61,62 @@ def test_every_flag_sets_its_option() -> None:
         block_size=32,
         kv_memory_bytes=1024**3,
         max_model_len=512,
+        quantization="int8",
+        prefix_cache=False,
+        preemption="swap",
+        swap_memory_bytes=1024**2,
+        watermark=0.1,
+        degrade=("refuse-n", "shrink-chunk"),
+        replicas=3,
+        route="round-robin",
+        health_timeout_s=2.5,
+        tensor_parallel=2,
+        pipeline_parallel=3,
+        expert_parallel=4,
+        context_parallel=5,
+        microbatches=6,
         run_id="r1",
         service_name="s",
         telemetry=False,
         allow_faults=True,
     )
+
+
+def test_every_option_has_a_flag() -> None:
+    changed = options(*EVERY_FLAG.split())
+    same = [f.name for f in fields(RuntimeOptions) if getattr(changed, f.name) == f.default]
+    assert same == ["ring_slots"]  # of no use to anyone but tests
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--route prefix-affinity --no-prefix-cache", "--no-prefix-cache keeps none"),
+        ("--microbatches 2", "--microbatches is for a pipeline"),
+        ("--replicas 9 --tp 8", "9 replicas of 8 ranks are too many processes"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        refuse_contradictions(options(*flags.split()))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--replicas 0", "--tp 65", "--watermark 1", "--health-timeout 0", "--route fastest"],
+)
+def test_values_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        options(*flags.split())
+    assert flags.split()[1] in capsys.readouterr().err
+
+
+def test_by_default_all_processes_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    shared = shared_threads(options("--replicas", "2", "--tp", "2"))
+    assert shared.threads == max(1, cores // 4)
+    assert shared_threads(options("--replicas", "2", "--threads", "3")).threads == 3
+    assert shared_threads(options()).threads == 0
 
 
 @pytest.mark.parametrize(
@@ -136,6 +195,7 @@ def test_listening_beyond_this_host_needs_a_key() -> None:
 def test_options_that_never_work_are_refused() -> None:
     flags = ("--max-num-batched-tokens", "4", "--max-num-seqs", "8")
     assert "max_num_batched_tokens is 4, but each of 8 sequences" in refused(*flags)
+    assert "'panic' is no step of degrading" in refused("--degrade", "refuse-n,panic")
 
 
 def family(process: Any) -> list[psutil.Process]:
@@ -220,6 +280,8 @@ def test_it_says_what_runs_and_ends_clean_in_the_middle_of_an_answer(
             "engine",
             "attention",
             "KV",
+            "memory",
+            "capacity",
             "telemetry",
             "API",
         ]
@@ -283,6 +345,64 @@ def test_no_child_outlives_a_killed_parent(tmp_path: Path, start_runtime: Any) -
             it.process.kill()
             it.process.wait()
         wait_for(lambda: gone(children))
+
+
+MANY = ("--replicas", "2", "--tp", "2")  # an exporter, a tracker and four ranks
+
+
+def own_temporary_folder(folder: Path) -> dict[str, str]:
+    """Return the variable that has all temporary files of a runtime made in its own folder."""
+    (folder / "temporary").mkdir()
+    return {"TMPDIR": str(folder / "temporary")}
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "temporary").glob("perfledger-*")]
+
+
+def test_no_rank_of_no_replica_outlives_a_killed_parent(tmp_path: Path, start_runtime: Any) -> None:
+    quiet = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
+    quiet |= own_temporary_folder(tmp_path)
+    with start_runtime(tmp_path, *MANY, **quiet) as it:
+        children = family(it.process)
+        assert (len(children), len(left_in(tmp_path))) == (6, 2)
+        assert "ranks      2 an engine: tp=2\n" in it.log.read_text()
+        with start_stream(it):
+            it.process.kill()
+            it.process.wait()
+        wait_for(lambda: gone(children))
+        wait_for(lambda: left_in(tmp_path) == [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_and_replicas_end_clean_in_the_middle_of_answers(
+    tmp_path: Path, start_runtime: Any, number: signal.Signals
+) -> None:
+    own = own_temporary_folder(tmp_path)
+    with start_runtime(tmp_path, *MANY, "--no-telemetry", **own) as it:
+        children = family(it.process)
+        streams = [start_stream(it, max_tokens=4000) for _ in range(2)]
+        busy = [one["in_flight"] for one in health(it)[1]["replicas"]]
+        it.process.send_signal(number)
+        assert [SHUTDOWN_EVENT in rest_of(stream) for stream in streams] == [True, True]
+        assert it.process.wait(30) == 0
+        wait_for(lambda: gone(children))
+        assert (busy, it.log.read_text().splitlines()[-2:]) == ([1, 1], ["stopping", "stopped"])
+        assert left_in(tmp_path) == []
+
+
+def test_a_killed_rank_is_named_and_its_replica_comes_back(
+    tmp_path: Path, start_runtime: Any
+) -> None:
+    with start_runtime(tmp_path, *MANY, "--no-telemetry") as it:
+        ranks = sorted(family(it.process), key=lambda one: one.create_time())[-4:]
+        ranks[1].kill()  # of replica 0
+        said = "perfledger: replica 0: rank 1 (tp=1) ended with exit code -9: it is started again"
+        wait_for(lambda: said in it.log.read_text())
+        assert complete(it) == 200
+        wait_for(lambda: [r["state"] for r in health(it)[1]["replicas"]] == ["ok", "ok"], 120)
+        wait_for(lambda: gone(ranks[:2]))
+        assert [complete(it) for _ in range(4)] == [200] * 4
 
 
 def test_what_a_dead_child_takes_with_it(tmp_path: Path, start_runtime: Any) -> None:

@@ -237,7 +237,7 @@ def test_a_restart_goes_on_where_the_last_collector_ended(tmp_path: Path, checke
         settled = first.settle(0, WALL_NS, everything=True)
         store.write("steps", settled.steps)
         store.write("requests", settled.requests)
-    tables = [store.scan(name).collect() for name in ("spans", "steps", "requests")]
+    tables = [store.scan(name).collect() for name in ("spans", "steps", "requests", "collectives")]
     second = Settling()
     second.resume(*tables, since_ns=0, now_ns=0)
     settled = second.settle(6 * S, WALL_NS + 1)
@@ -254,7 +254,7 @@ def test_a_restart_leaves_requests_alone_whose_time_is_over(tmp_path: Path) -> N
     begun_before = root(trace=b"v" * 16, start=-20)
     store.write("spans", arrow([checked, begun_before, root(trace=b"w" * 16, start=-5)]))
     settling = Settling()
-    empty = [store.scan(name).collect() for name in ("steps", "requests")]
+    empty = [store.scan(name).collect() for name in ("steps", "requests", "collectives")]
     spans = store.scan("spans").collect()
     settling.resume(spans, *empty, since_ns=WALL_NS - 10, now_ns=0)
     requests = settling.settle(100 * S, WALL_NS).requests

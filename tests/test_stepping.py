@@ -5,83 +5,21 @@ import subprocess
 import sys
 
 import pytest
+from stepping_engine import MODEL, ROOMY, Engine, prompt_of
 
-from perfledger.instrumented_runtime.attention import PagedKvCache
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
-from perfledger.instrumented_runtime.engine import load
-from perfledger.instrumented_runtime.messages import Failed, SamplingParams, StepOutput, Submit
-from perfledger.instrumented_runtime.options import MIB, RuntimeOptions
-from perfledger.instrumented_runtime.recorder import Recorder
 from perfledger.instrumented_runtime.records import (
-    KINDS,
     LEAVE_REASONS,
     WAIT_REASONS,
     Admit,
     Chunk,
     Leave,
     Preempt,
-    Record,
     Step,
 )
-from perfledger.instrumented_runtime.scheduler import Limits
-from perfledger.instrumented_runtime.stepping import Stepper
-from perfledger.schema.clocks import monotonic_ns
+from perfledger.instrumented_runtime.scheduling.limits import Limits
 
-MODEL = "reference-small"
-ROOMY = Limits(
-    max_num_seqs=16, max_num_batched_tokens=64, max_model_len=256, block_size=16, kv_blocks=128
-)
 DELAY_NS = 30_000_000
-
-
-class Engine:
-    """A Stepper and the records it wrote."""
-
-    def __init__(self, limits: Limits) -> None:
-        loaded, _ = load(RuntimeOptions(threads=1, kv_memory_bytes=MIB), resolve(MODEL), None)
-        model = loaded._model
-        cache = PagedKvCache(
-            model.config, limits.kv_blocks, limits.block_size, model.dtype, model.device
-        )
-        self.records: list[Record] = []
-        recorder = Recorder(lambda kind, fields: self.records.append(KINDS[kind](*fields)))
-        self.stepper = Stepper(model, cache, limits, recorder)
-        self.answers: dict[int, list[int]] = {}
-        self.finished: dict[int, str] = {}
-
-    def submit(self, number: int, prompt: list[int], **options: object) -> Failed | None:
-        delays_ns = options.pop("delays_ns", {})
-        sampling = SamplingParams(**{"max_tokens": 24, **options})
-        self.answers[number] = []
-        ids = (1 << 127 | number, 1 << 63 | number)
-        return self.stepper.submit(
-            Submit(number, prompt, sampling, *ids, monotonic_ns(), delays_ns)
-        )
-
-    def step(self) -> list[Failed]:
-        failed = []
-        for output in self.stepper.step():
-            if isinstance(output, StepOutput):
-                for token in output.tokens:
-                    self.answers[token.request].append(token.token)
-                    if token.finish is not None:
-                        self.finished[token.request] = token.finish
-            else:
-                assert isinstance(output, Failed)
-                failed.append(output)
-        return failed
-
-    def run(self) -> "Engine":
-        while self.stepper.idle_ns(monotonic_ns()) is not None:
-            self.step()
-        return self
-
-    def of(self, kind: type[Record]) -> list[Record]:
-        return [record for record in self.records if isinstance(record, kind)]
-
-
-def prompt_of(number: int) -> list[int]:
-    return [(number * 37 + 11 * at) % 8000 + 3 for at in range(5 + 17 * number % 90)]
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +74,9 @@ def test_records_tell_membership_and_token_times() -> None:
         (4, 1, 0, 1, 0, 7),
     ]
     assert [tuple(chunk) for chunk in engine.of(Chunk)] == [
-        (1, 1, 64, 0, 0),
-        (1, 2, 36, 0, 1),
-        (2, 2, 10, 0, 1),
+        (1, 1, 64, 0, 0, 1, 0),
+        (1, 2, 36, 0, 1, 1, 1),
+        (2, 2, 10, 0, 1, 1, 1),
     ]
     leaves = [(one.request, one.seq, one.output_tokens) for one in engine.of(Leave)]
     assert leaves == [(2, 3, 2), (1, 4, 3)]
@@ -260,31 +198,53 @@ def test_a_request_held_in_the_queue_holds_up_nobody() -> None:
     assert [one.request for one in engine.of(Admit)] == [2, 1]
 
 
-# In a process of its own: a step that finds no memory, then one that does.
+# In a process of its own: one request decodes and a short one begins when a long one finds no
+# memory.
 NO_MEMORY = """
 import json, os, resource, sys
 from pathlib import Path
-from perfledger.instrumented_runtime.engine import load
-from perfledger.instrumented_runtime.messages import Failed, SamplingParams, Submit
+from perfledger.instrumented_runtime.loading import load_rank
+from perfledger.instrumented_runtime.messages import Failed, SamplingParams, StepOutput, Submit
 from perfledger.instrumented_runtime.options import RuntimeOptions
+from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace
+from perfledger.instrumented_runtime.recorder import Recorder
+from perfledger.instrumented_runtime.records import NO_MEMORY
+from perfledger.instrumented_runtime.stepping import Stepper
 
 options = RuntimeOptions(threads=1, max_num_batched_tokens=4096, max_num_seqs=4)
-stepper, _ = load(options, Path(sys.argv[1]), None)
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limit = pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-stepper.submit(Submit(1, [5] * 4000, SamplingParams(4), 0, 0, 0))
-failed = [one.reason for one in stepper.step() if isinstance(one, Failed)]
-used, tokens = stepper.scheduler.kv.used, 0
-stepper.submit(Submit(2, [5] * 20, SamplingParams(4), 0, 0, 0))
-while stepper.idle_ns(0) is not None:
-    tokens += sum(len(output.tokens) for output in stepper.step())
-print(json.dumps([failed, used, tokens]))
+rank = load_rank(options, Path(sys.argv[1]), RankPlace(Layout()))
+told = []
+recorder = Recorder(lambda kind, fields: told.append(fields) if kind == NO_MEMORY else None)
+
+def answers(numbers, limited):
+    stepper = Stepper(rank.model, rank.cache, rank.limits, recorder)
+    stepper.submit(Submit(1, [5] * 20, SamplingParams(6), 0, 0, 0))
+    outputs = stepper.step()
+    if limited:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for number in numbers:
+        length = 3900 if number == 2 else 30
+        stepper.submit(Submit(number, [5 + number] * length, SamplingParams(4), 0, 0, 0))
+    while stepper.idle_ns(0) is not None:
+        outputs += stepper.step()
+    tokens = {}
+    for output in outputs:
+        for token in output.tokens if isinstance(output, StepOutput) else ():
+            tokens.setdefault(token.request, []).append(token.token)
+    failed = [(one.request, one.reason) for one in outputs if isinstance(one, Failed)]
+    return tokens, failed, stepper.scheduler.kv.used
+
+alone, _, _ = answers([3], False)
+beside, failed, used = answers([2, 3], True)
+print(json.dumps([beside == alone, failed, used, [one[0] for one in told],
+                  [min(one[3], one[5], one[7]) > 0 for one in told]]))
 """
 
 
-def test_no_memory_fails_the_requests_of_that_step_only() -> None:
+def test_no_memory_ends_the_request_that_wanted_it_and_no_other() -> None:
     command = [sys.executable, "-P", "-c", NO_MEMORY, str(resolve(MODEL))]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == [["out_of_memory"], 0, 4]
+    assert json.loads(run.stdout) == [True, [[2, "out_of_memory"]], 0, [2], [True]]

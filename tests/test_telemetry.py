@@ -38,7 +38,10 @@ RECORD = st.builds(
 SMALL = RequestRecord(1, 2, 3, None, "chat", 4, 5, "ok", {}, [])
 
 
-@given(record=RECORD | st.builds(EngineRecord, ATTRIBUTES), dropped=st.integers(0, 2**62))
+@given(
+    record=RECORD | st.builds(EngineRecord, ATTRIBUTES, st.text(), st.integers(0, 63)),
+    dropped=st.integers(0, 2**62),
+)
 def test_what_is_encoded_is_what_is_decoded(
     record: RequestRecord | EngineRecord, dropped: int
 ) -> None:

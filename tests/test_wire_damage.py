@@ -7,7 +7,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from otlp_messages import RECEIVED_NS, any_value
 from test_wire_scanner import often, seeds
-from wire_damage import damaged
+from wire_damage import damaged, group
 from wire_forms import Writer
 from wire_hostile import a_span, attribute, field, request
 from wire_verdict import BROKEN, assert_equal, assert_survived, rows_of, scanned
@@ -28,6 +28,26 @@ def test_damaged_requests_are_refused_or_lose_the_broken_spans_only(seed: int, l
 @given(st.binary(max_size=300), st.integers(32, 90))
 def test_any_bytes_are_survived(body: bytes, limit: int) -> None:
     assert_survived(body, limit)
+
+
+@settings(often, max_examples=300)
+@given(seeds, st.sampled_from(["span", "event", "link", "value", "scope"]))
+def test_groups_pass_where_the_official_parser_lets_them(seed: int, place: str) -> None:
+    inner = group(seed)
+    bodies = {
+        "span": a_span(inner),
+        "event": a_span(field(0x5A, inner)),
+        "link": a_span(field(0x6A, field(0x22, inner))),
+        "value": a_span(attribute(inner)),
+        "scope": request(field(0x0A, inner) + field(0x12, SPAN)),
+    }
+    assert_survived(bodies[place])
+
+
+def test_field_number_0_passes_in_a_group_alone() -> None:
+    assert assert_survived(a_span(b"\x23\x00\x00\x24")) == "same"
+    assert assert_survived(a_span(b"\x23\x02\x00\x03\x04\x24")) == "same"
+    assert assert_survived(a_span(b"\x00\x00")) == "broken"
 
 
 # --- Broken spans and envelopes -------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Workload files of others become arrivals, or an error that says where and what was expected."""
 
 import csv
+import hashlib
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from perfledger.instrumented_runtime.load.workload import (
     WorkloadFacts,
     describe,
     scale,
+    with_defaults,
 )
 from perfledger.schema.errors import UsageError
 
@@ -102,11 +105,15 @@ def test_mooncake_is_in_ms_with_blocks_of_512_tokens(tmp_path: Path) -> None:
         {"timestamp": 27, "input_length": 512, "output_length": 1, "hash_ids": [0]},
     ]
     rows[1] |= {"tenant": "acme", "class": "batch", "session_id": "s1"}
+    rows[1] |= {"priority": -1, "deadline_ms": 900}
     path = written(tmp_path, "\n".join(json.dumps(row) for row in rows))
     assert read_workload(path) == Workload(
         "mooncake",
         "trace",
-        (Arrival(0, 513, 5, (0, 7)), Arrival(27_000_000, 512, 1, (0,), "batch", "acme", "s1")),
+        (
+            Arrival(0, 513, 5, (0, 7)),
+            Arrival(27_000_000, 512, 1, (0,), "batch", "acme", "s1", -1, 900),
+        ),
         block_tokens=512,
     )
 
@@ -159,6 +166,8 @@ MOON = '{"timestamp": 0, "input_length": 10, "output_length": 1}\n'
         (MOON.replace("}", ', "hash_ids": [-1]}'), ["not block ids: [-1]", "a list of integers"]),
         (MOON.replace("}", ', "delay": 5}'), ["column delay", "an unknown column"]),
         (MOON.replace("}", ', "tenant": "a\\nb"}'), ["column tenant", "not a label"]),
+        (MOON.replace("}", ', "priority": 1.5}'), ["column priority", "not a number: 1.5"]),
+        (MOON.replace("}", ', "deadline_ms": 0}'), ["column deadline_ms", "from 1 to 999999999"]),
         ("x" * 2_000_000, ["a line too long"]),
         (AZURE + '"2023\n', ["not CSV"]),
     ],
@@ -191,16 +200,25 @@ def test_azure_round_trip(
 ) -> None:
     at = [ns // 100 * 100 for ns in at]  # seven digits
     arrivals = tuple(
-        Arrival(ns - at[0], data.draw(tokens), data.draw(tokens), (), *data.draw(labels()))
+        Arrival(
+            ns - at[0],
+            data.draw(tokens),
+            data.draw(tokens),
+            (),
+            *data.draw(labels()),
+            data.draw(st.none() | st.integers(-(2**31) + 1, 2**31 - 1)),
+            data.draw(st.none() | st.integers(1, 999_999_999)),
+        )
         for ns in at
     )
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     columns = ["TIMESTAMP", "ContextTokens", "GeneratedTokens", "class", "tenant", "session"]
-    writer.writerow(columns)
+    writer.writerow([*columns, "priority", "deadline_ms"])
     for ns, a in zip(at, arrivals, strict=True):
         stamp = f"2023-11-16 {20 + ns // S // 3600:02d}:{ns // S // 60 % 60:02d}:{ns // S % 60:02d}"
-        cells = (a.input_tokens, a.output_tokens, a.traffic_class, a.tenant, a.session)
+        labels_of = (a.traffic_class, a.tenant, a.session, a.priority, a.deadline_ms)
+        cells = (a.input_tokens, a.output_tokens, *labels_of)
         writer.writerow([f"{stamp}.{ns % S // 100:07d}", *cells])
     path = written(tmp_path_factory.mktemp("azure"), text.getvalue())
     assert read_workload(path) == Workload("azure", "trace", arrivals)
@@ -364,3 +382,21 @@ def test_the_public_files_have_their_published_statistics(shared_data: Path) -> 
         0.366,
     )
     assert (len(burstgpt.arrivals), burstgpt.skipped, burstgpt.span_ns) == (33, 1, 33_391 * S)
+
+
+def test_defaults_fill_what_a_workload_leaves_open() -> None:
+    own = Arrival(0, 1, 1, (), "", "own", "", 0, 5)
+    work = Workload("test", "here", (own, Arrival(1, 1, 1)))
+    filled = with_defaults(work, tenant="acme", priority=3, deadline_ms=900)
+    assert filled.arrivals == (own, Arrival(1, 1, 1, (), "", "acme", "", 3, 900))
+    assert with_defaults(work, priority=None, deadline_ms=None) == work
+
+
+def test_the_hash_tells_labels_apart_and_is_as_before_without() -> None:
+    def hashed(**fields: Any) -> str:
+        return Workload("test", "here", (Arrival(0, 8, 6, **fields),)).sha256()
+
+    found = [hashed(), hashed(priority=5), hashed(deadline_ms=5), hashed(priority=5, deadline_ms=5)]
+    assert len(set(found)) == 4
+    before = hashlib.sha256(b'0\n[0, 8, 6, [], "", "", ""]').hexdigest()
+    assert found[0] == before

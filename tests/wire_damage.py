@@ -15,7 +15,7 @@ from wire_forms import Writer
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Columns
 from perfledger.collectors.wire.fates import decide, find_keys
-from perfledger.collectors.wire.keys import KeyTable, key_at
+from perfledger.collectors.wire.keys import KeyCodes, KeyTable, key_at
 from perfledger.collectors.wire.scan import NO_ROOM, PRELUDE, scan_request
 
 _LARGEST = 64 * 1024
@@ -44,6 +44,57 @@ def damaged(seed: int) -> bytes:
             case 5 if at_ < len(body):
                 body[at_] = choose.choice((0, 0x7F, 0x80, 0xFF))
     return bytes(body)
+
+
+_FIELDS = (0, 1, 1, 2, 15, 16, 2**29 - 1, 2**29, 2**32, 2**61 - 1)
+_NUMBERS = (0, 5, 2**63, 2**64 - 1, 2**64)
+
+
+def group(seed: int) -> bytes:
+    """Return a group, deprecated and unknown to OTLP, made of fields of which some are odd.
+
+    Field number 0 and those that are too large, tags, lengths and numbers with zeros in front, ends
+    that belong to another group, wire types that do not exist.
+    """
+    choose = Random(seed)
+    return _tag(choose, 4, 3) + _fields(choose, 1) + _tag(choose, 4, 4)
+
+
+def _fields(choose: Random, depth: int) -> bytes:
+    content = b""
+    for _ in range(choose.randrange(3)):
+        field = choose.choice(_FIELDS)
+        match choose.randrange(8):
+            case 0:
+                number = choose.choice(_NUMBERS)
+                content += _tag(choose, field, 0) + _varint(number, choose.choice((0, 0, 1, 8, 9)))
+            case 1:
+                content += _tag(choose, field, 1) + bytes(8)
+            case 2:
+                size = choose.choice((0, 3))
+                length = _varint(size, choose.choice((0, 0, 0, 3, 4, 5)))
+                content += _tag(choose, field, 2) + length + b"\xff" * size
+            case 3:
+                content += _tag(choose, field, 5) + bytes(4)
+            case 4 | 5 if depth < 20:
+                end = field + (choose.random() < 0.1)
+                content += _tag(choose, field, 3) + _fields(choose, depth + 1)
+                content += _tag(choose, end, 4)
+            case 6:
+                content += _tag(choose, field, choose.randrange(8))
+            case _:
+                content += choose.randbytes(2)
+    return content
+
+
+def _tag(choose: Random, field: int, wire: int) -> bytes:
+    return _varint(field << 3 | wire, choose.choice((0,) * 12 + (1, 2, 3, 4, 5, 6, 9)))
+
+
+def _varint(value: int, zeros: int) -> bytes:
+    """Return a varint with so many zeros in front, which are behind it on the wire."""
+    sevens = [value >> at_ & 0x7F for at_ in range(0, max(value.bit_length(), 1), 7)] + [0] * zeros
+    return bytes([seven | 0x80 for seven in sevens[:-1]] + sevens[-1:])
 
 
 class Guarded:
@@ -75,7 +126,7 @@ def scan_all(guarded: Guarded, keys: KeyTable, body: bytes, limit: int, spans: i
     while True:
         columns.counts[:] = 0
         columns = columns._replace(data=guarded.put(PRELUDE + body))
-        done = int(scan_request(*columns, len(PRELUDE), end, limit))
+        done = int(scan_request(*columns.scanned(), len(PRELUDE), end, limit))
         if done != NO_ROOM and (done < 0 or _decide(columns, keys, limit, end)):
             return done
         columns = columns.grown()
@@ -94,8 +145,10 @@ def _decide(columns: Columns, keys: KeyTable, limit: int, end: int) -> bool:
     columns.counts[at.USED] = end
     done = decide(
         *(columns.data, columns.spans, columns.attributes, columns.numbers, columns.extents),
-        *(columns.events, columns.links, columns.left, columns.counts, 0, found),
-        *(keys.arrays.entries, keys.seen, keys.seen_at, limit, _next_serial() << 32),
+        *(columns.events, columns.links, columns.left, columns.counts),
+        *(columns.keys, columns.key_entries, 0, found),
+        *(keys.arrays.entries, KeyCodes().of(keys), keys.seen, keys.seen_at),
+        *(limit, _next_serial() << 32),
     )
     return bool(done != NO_ROOM)
 

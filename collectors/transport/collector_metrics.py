@@ -66,6 +66,9 @@ OTHER = _counter("events", "What else was counted, by name")
 # Counts of one namespace, by their name in `Collector.counts()`.
 COUNTS = {
     "steps_written": _counter("steps_written", "Rows of the table steps in files"),
+    "collectives_written": _counter(
+        "collectives_written", "Rows of the table collectives in files"
+    ),
     "requests_written": _counter("requests_written", "Rows of the table requests in files"),
     "values_cut": _counter("values_cut", "Attribute values cut to the limit"),
     "values_denied": _counter("values_denied", "Values removed because they hold content"),

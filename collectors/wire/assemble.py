@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from perfledger.collectors.otlp_origin import Origin
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire import gather
-from perfledger.collectors.wire.columns import Shorts
+from perfledger.collectors.wire.columns import Ints, Shorts
 from perfledger.collectors.wire.keys import PROMOTED
-from perfledger.collectors.wire.protobuf import Bytes
 from perfledger.collectors.wire.span_batch import SpanBatch
 from perfledger.schema.tables import EVENTS, KEY_VALUE, LINKS, SPANS
 
@@ -33,11 +32,13 @@ Mask = NDArray[np.bool_]
 def in_order(batch: SpanBatch) -> Shorts:
     """Return the spans of a batch by trace id, then start: the order of SPANS."""
     columns, rows = batch.columns, batch.rows
-    traces = columns.spans[at.TRACE, :rows]
+    traces, starts_ns = columns.spans[at.TRACE, :rows], columns.times[at.START_NS, :rows]
     high = gather.words(columns.data, traces)
     low = gather.words(columns.data, traces + 8)
-    order = np.lexsort((columns.times[at.START_NS, :rows], low, high))
-    return order.astype(np.int32)
+    order = np.argsort(high).astype(np.int32)
+    if not gather.sort_runs(order, high, low, starts_ns):
+        order = np.lexsort((starts_ns, low, high)).astype(np.int32)
+    return order
 
 
 def spans_table(batch: SpanBatch, order: Shorts) -> pa.Table:
@@ -45,20 +46,19 @@ def spans_table(batch: SpanBatch, order: Shorts) -> pa.Table:
 
     Texts of low cardinality are dictionaries; `Store.write` takes them so.
     """
-    made = _own_columns(batch, order)
-    made |= _columns_of_origin(batch, order)
-    made |= _promoted_columns(batch, order)
-    made |= _nested_columns(batch, order)
+    spans = gather.in_order(batch.columns.spans, order)
+    made = _own_columns(batch, spans, order)
+    made |= _columns_of_origin(batch, spans[at.GROUP])
+    made |= _columns_of_attributes(batch, spans)
+    made |= {"events": _events(batch, spans), "links": _links(batch, spans)}
     made["kept_share"] = pa.nulls(order.size, pa.float64())
     fields = [field.with_type(made[field.name].type) for field in SPANS.arrow()]
     schema = pa.schema(fields, metadata=SPANS.arrow().metadata)
     return pa.Table.from_arrays([made[name] for name in SPANS.names()], schema=schema)
 
 
-def _own_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
-    columns = batch.columns
-    spans = np.ascontiguousarray(columns.spans.T[order].T)
-    times = np.ascontiguousarray(columns.times.T[order].T)
+def _own_columns(batch: SpanBatch, spans: Shorts, order: Shorts) -> dict[str, pa.Array]:
+    times = np.ascontiguousarray(batch.columns.times.T[order].T)
     group = spans[at.GROUP]
     cut = spans[at.CUT] + np.array([origin.cut for origin in batch.origins], np.int32)[group]
     return {
@@ -79,25 +79,27 @@ def _own_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
     }
 
 
-def _columns_of_origin(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
+def _columns_of_origin(batch: SpanBatch, group: Shorts) -> dict[str, pa.Array]:
     """Return what all spans of a group share, from a dictionary of the distinct ones."""
-    group = batch.columns.spans[at.GROUP][order]
     distinct = {id(origin): origin for origin in batch.origins}
     number = {key: index for index, key in enumerate(distinct)}
     of_group = np.array([number[id(origin)] for origin in batch.origins], np.int32)
-    rows = pa.array(of_group[group])
+    rows = of_group[group]
     return {
         name: _dictionary(rows, [_shared(origin, name) for origin in distinct.values()])
         for name in _OF_ORIGIN
     }
 
 
-def _dictionary(rows: pa.Array, values: Sequence[object]) -> pa.Array:
+def _dictionary(rows: Shorts, values: Sequence[object]) -> pa.Array:
     """Return texts as a dictionary of distinct ones: Parquet need not look at each row again."""
-    found = pa.DictionaryArray.from_arrays(rows, pa.array(values, pa.string()))
-    if len(set(values)) == len(values) and None not in values:
-        return found
-    return found.dictionary_decode().dictionary_encode()
+    distinct = [value for value in dict.fromkeys(values) if value is not None]
+    if len(distinct) != len(values):
+        codes = {None: -1} | {value: code for code, value in enumerate(distinct)}
+        rows = np.array([codes[value] for value in values], np.int32)[rows]
+    is_null = rows < 0
+    indices = pa.array(rows, mask=is_null) if is_null.any() else pa.array(rows)
+    return pa.DictionaryArray.from_arrays(indices, pa.array(distinct, pa.string()))
 
 
 def _shared(origin: Origin, name: str) -> object:
@@ -106,128 +108,122 @@ def _shared(origin: Origin, name: str) -> object:
     return origin.scope_version if name == "scope_version" else origin.columns.get(name)
 
 
-def _promoted_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
-    found = gather.promoted(batch.columns.attributes, batch.columns.spans, order, len(PROMOTED))
-    return {
-        name: _promoted_column(batch, _TYPES[name], found[number])
+def _columns_of_attributes(batch: SpanBatch, spans: Shorts) -> dict[str, pa.Array]:
+    first, last = spans[at.FIRST_ATTRIBUTE], spans[at.LAST_ATTRIBUTE]
+    pairs, promoted = _attributes(batch, at.OF_SPAN, first, last, len(PROMOTED))
+    made = {
+        name: _promoted_column(batch, _TYPES[name], *(of[number] for of in promoted))
         for number, name in enumerate(PROMOTED)
     }
+    return made | {"attributes": pairs}
 
 
-def _promoted_column(batch: SpanBatch, kind: pa.DataType, rows: Shorts) -> pa.Array:
-    is_there = rows >= 0
+def _promoted_column(
+    batch: SpanBatch, kind: pa.DataType, starts: Shorts, lengths: Shorts, values: Ints
+) -> pa.Array:
+    is_there = starts >= 0
     if not is_there.any():
-        return pa.nulls(rows.size, kind)
+        return pa.nulls(starts.size, kind)
     if kind == pa.string():
-        return _attribute_texts(batch, rows, is_there)
-    values = gather.numbers(batch.columns.numbers, rows)
+        return _texts(batch, starts, lengths, is_there)
     return _with_nulls(values.astype(kind.to_pandas_dtype()), is_there, kind)
 
 
-def _nested_columns(batch: SpanBatch, order: Shorts) -> dict[str, pa.Array]:
-    spans = batch.columns.spans
-    first, last = spans[at.FIRST_ATTRIBUTE], spans[at.LAST_ATTRIBUTE]
-    return {
-        "attributes": _pairs(batch, first, last, at.OF_SPAN, order),
-        "events": _events(batch, order),
-        "links": _links(batch, order),
-    }
-
-
-def _events(batch: SpanBatch, order: Shorts) -> pa.Array:
-    spans, events = batch.columns.spans, batch.columns.events
-    offsets, rows = gather.children(spans[at.FIRST_EVENT], spans[at.LAST_EVENT], order)
+def _events(batch: SpanBatch, spans: Shorts) -> pa.Array:
+    offsets, rows = gather.children(spans[at.FIRST_EVENT], spans[at.LAST_EVENT])
+    events = gather.in_order(batch.columns.events, rows)
     times = batch.columns.event_times[rows]
+    first, last = events[at.EVENT_FIRST], events[at.EVENT_LAST]
     values = [
         # Unsigned on the wire: what is negative here is after the year 2262.
         _with_nulls(times, times > 0, pa.int64()),
-        _texts(batch, events[at.EVENT_NAME][rows], events[at.EVENT_NAME_LENGTH][rows]),
-        _pairs(batch, events[at.EVENT_FIRST], events[at.EVENT_LAST], at.OF_EVENT, rows),
+        _texts(batch, events[at.EVENT_NAME], events[at.EVENT_NAME_LENGTH]),
+        _attributes(batch, at.OF_EVENT, first, last)[0],
     ]
     return _lists(offsets, _structs(values, EVENTS.value_type))
 
 
-def _links(batch: SpanBatch, order: Shorts) -> pa.Array:
-    spans, links = batch.columns.spans, batch.columns.links
-    offsets, rows = gather.children(spans[at.FIRST_LINK], spans[at.LAST_LINK], order)
-    phase, tokens = links[at.LINK_PHASE][rows], links[at.LINK_TOKENS][rows]
+def _links(batch: SpanBatch, spans: Shorts) -> pa.Array:
+    offsets, rows = gather.children(spans[at.FIRST_LINK], spans[at.LAST_LINK])
+    links = gather.in_order(batch.columns.links, rows)
+    phase, tokens = links[at.LINK_PHASE], links[at.LINK_TOKENS]
+    attributes, row = batch.columns.attributes, np.maximum(phase, 0)
+    text, length = attributes[at.VALUE][row], attributes[at.VALUE_LENGTH][row]
+    number = batch.columns.numbers[np.maximum(tokens, 0)]
     values = [
-        _ids(batch, links[at.LINK_TRACE][rows], 16).cast(pa.binary()),
-        _ids(batch, links[at.LINK_SPAN][rows], 8).cast(pa.binary()),
-        _attribute_texts(batch, phase, phase >= 0),
-        _with_nulls(gather.numbers(batch.columns.numbers, tokens), tokens >= 0, pa.int64()),
-        _pairs(batch, links[at.LINK_FIRST], links[at.LINK_LAST], at.OF_LINK, rows),
+        _ids(batch, links[at.LINK_TRACE], 16).cast(pa.binary()),
+        _ids(batch, links[at.LINK_SPAN], 8).cast(pa.binary()),
+        _texts(batch, np.where(phase >= 0, text, -1).astype(np.int32), length, phase >= 0),
+        _with_nulls(number, tokens >= 0, pa.int64()),
+        _attributes(batch, at.OF_LINK, links[at.LINK_FIRST], links[at.LINK_LAST])[0],
     ]
     return _lists(offsets, _structs(values, LINKS.value_type))
 
 
-def _pairs(
-    batch: SpanBatch, first: Shorts, last: Shorts, owner: int, parents: Shorts
-) -> pa.ListArray:
-    """Return the attributes of some spans, events or links as a KEY_VALUES column."""
+def _attributes(
+    batch: SpanBatch, owner: int, first: Shorts, last: Shorts, promoted: int = 0
+) -> tuple[pa.ListArray, gather.Promoted]:
+    """Return the attributes of some spans, events or links as a KEY_VALUES column.
+
+    Keys are a dictionary, as they were told apart when they came: nobody looks at them again. And
+    what goes into the first `promoted` columns.
+    """
     columns = batch.columns
-    offsets, rows = gather.pairs(columns.attributes, first, last, owner, parents)
-    places, keys, text, octets, nested, values, bits = gather.pair_values(
-        columns.data, columns.attributes, columns.numbers, rows
+    pairs, others = gather.attributes_of(
+        *(columns.attributes, columns.numbers, columns.keys, len(batch.key_names)),
+        *(owner, first, last, promoted),
     )
-    size = rows.size
+    offsets, codes, used, values, starts, lengths, bits, sums = pairs
+    size = codes.size
+
+    def leaf(kind: int, arrow: pa.DataType, *buffers: pa.Buffer) -> pa.Array:
+        if not sums[0, kind]:
+            return pa.nulls(size, arrow)
+        found = [pa.py_buffer(bits[kind]), *buffers]
+        return pa.Array.from_buffers(arrow, size, found, size - int(sums[0, kind]))
+
+    def texts(kind: int, arrow: pa.DataType) -> pa.Array:
+        if not sums[0, kind]:
+            return pa.nulls(size, arrow)
+        found = gather.texts_of_kind(columns.data, starts, lengths, bits[kind], size, sums[1, kind])
+        return leaf(kind, arrow, *map(pa.py_buffer, found))
+
     leaves = [
-        pa.Array.from_buffers(pa.string(), size, _text_buffers(None, places[0], keys)),
-        _leaf(pa.string(), size, *_text_buffers(bits[at.TEXT], places[1], text)),
-        _leaf(pa.int64(), size, pa.py_buffer(bits[at.INT]), pa.py_buffer(values)),
-        _leaf(pa.float64(), size, pa.py_buffer(bits[at.DOUBLE]), pa.py_buffer(values)),
-        _leaf(pa.bool_(), size, pa.py_buffer(bits[at.BOOL]), _bits(values != 0)),
-        _leaf(pa.binary(), size, *_text_buffers(bits[at.BYTES], places[2], octets)),
-        _leaf(pa.string(), size, *_text_buffers(bits[at.NESTED], places[3], nested)),
+        _dictionary(codes, [batch.key_names[name] for name in used.tolist()]),
+        texts(at.TEXT, pa.string()),
+        leaf(at.INT, pa.int64(), pa.py_buffer(values)),
+        leaf(at.DOUBLE, pa.float64(), pa.py_buffer(values)),
+        leaf(at.BOOL, pa.bool_(), _bits(values != 0)),
+        texts(at.BYTES, pa.binary()),
+        texts(at.NESTED, pa.string()),
     ]
-    return _lists(offsets, _structs(leaves, KEY_VALUE))
+    return _lists(offsets, _structs(leaves, KEY_VALUE)), others
 
 
-def _leaf(kind: pa.DataType, size: int, *buffers: pa.Buffer) -> pa.Array:
-    found = pa.Array.from_buffers(kind, size, list(buffers))
-    return pa.nulls(size, kind) if found.null_count == size else found
-
-
-def _text_buffers(bits: Bytes | None, offsets: Shorts, data: Bytes) -> list[pa.Buffer | None]:
-    return [None if bits is None else pa.py_buffer(bits), pa.py_buffer(offsets), pa.py_buffer(data)]
-
-
-def _attribute_texts(batch: SpanBatch, rows: Shorts, is_there: Mask) -> pa.Array:
-    """Return the values of attributes as text; null where `is_there` is not."""
-    attributes = batch.columns.attributes
-    offsets, data = gather.texts(
-        batch.columns.data, attributes[at.VALUE], attributes[at.VALUE_LENGTH], rows
-    )
-    buffers = [_bitmap(is_there), pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.string(), rows.size, buffers)
-
-
-def _texts(batch: SpanBatch, starts: Shorts, lengths: Shorts) -> pa.Array:
-    rows = np.arange(starts.size, dtype=np.int32)
-    offsets, data = gather.texts(
-        batch.columns.data, np.ascontiguousarray(starts), np.ascontiguousarray(lengths), rows
-    )
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.string(), starts.size, buffers)
+def _texts(
+    batch: SpanBatch, starts: Shorts, lengths: Shorts, is_there: Mask | None = None
+) -> pa.Array:
+    """Return texts; null where `is_there` is not."""
+    offsets, data = gather.texts(batch.columns.data, starts, lengths)
+    buffers = [None if is_there is None else _bitmap(is_there), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(pa.string(), starts.size, [*buffers, pa.py_buffer(data)])
 
 
 def _texts_or_null(batch: SpanBatch, starts: Shorts, lengths: Shorts) -> pa.Array:
     """Return texts, null where one is empty: protobuf's way to say absent."""
     if not lengths.any():
         return pa.nulls(starts.size, pa.string())
-    texts = _texts(batch, starts, lengths)
-    buffers = [_bitmap(lengths > 0), *texts.buffers()[1:]]
-    return pa.Array.from_buffers(pa.string(), len(texts), buffers)
+    return _texts(batch, starts, lengths, lengths > 0)
 
 
 def _ids(batch: SpanBatch, starts: Shorts, size: int) -> pa.Array:
-    data = gather.fixed(batch.columns.data, np.ascontiguousarray(starts), size)
+    data = gather.fixed(batch.columns.data, starts, size)
     buffers = [_bitmap(starts >= 0), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(size), starts.size, buffers)
 
 
 def _coded(codes: Shorts, names: Sequence[str]) -> pa.Array:
-    return _dictionary(pa.array(codes), names)
+    return _dictionary(codes, names)
 
 
 def _with_nulls(values: NDArray[np.generic], is_there: Mask, kind: pa.DataType) -> pa.Array:
@@ -244,7 +240,8 @@ def _bits(mask: Mask) -> pa.Buffer:
 
 
 def _structs(values: list[pa.Array], kind: pa.StructType) -> pa.Array:
-    return pa.StructArray.from_arrays(values, fields=list(kind))
+    fields = [field.with_type(of.type) for field, of in zip(kind, values, strict=True)]
+    return pa.StructArray.from_arrays(values, fields=fields)
 
 
 def _lists(offsets: Shorts, values: pa.Array) -> pa.Array:

@@ -62,9 +62,9 @@ LINK_FIELDS = 7
 
 # `Columns.counts`: how much there is of each, then what the request's scan found. USED is up to
 # where the buffer is filled.
-SPANS, ATTRIBUTES, EVENTS, LINKS, GROUPS, PIECES, LEFT = range(7)
-ITEMS, VALUES_CUT, DENIED, DUPLICATES, UNSAFE, ELEMENTS, USED = range(7, 14)
-FIRST_REASON = 14
+SPANS, ATTRIBUTES, EVENTS, LINKS, GROUPS, KEYS, PIECES, LEFT = range(8)
+ITEMS, VALUES_CUT, DENIED, DUPLICATES, UNSAFE, ELEMENTS, USED = range(8, 15)
+FIRST_REASON = 15
 REASONS = (
     "trace_id is not 16 bytes, or all zero",
     "span_id is not 8 bytes, or all zero",
@@ -106,6 +106,14 @@ class Columns(NamedTuple):
     pieces: Shorts
     left: Shorts
     counts: Ints
+    # By attribute: the number of its key in this batch; and by such a number: its entry in the
+    # table of keys (keys.py), as of when it came.
+    keys: Shorts
+    key_entries: Shorts
+
+    def scanned(self) -> tuple[object, ...]:
+        """Return the arrays that a scan fills, in the order in which it takes them."""
+        return self[:-2]
 
     @classmethod
     def with_room(cls, data_bytes: int, spans: int) -> Self:
@@ -124,6 +132,8 @@ class Columns(NamedTuple):
             pieces=_rows(4, 4096, np.int32),
             left=_rows(2, 4096, np.int32),
             counts=np.zeros(COUNTS, np.int64),
+            keys=np.empty(16 * spans, np.int32),
+            key_entries=np.empty(1024, np.int32),
         )
 
     def grown(self) -> Self:
@@ -146,10 +156,11 @@ def _rows(fields: int, rows: int, kind: type[np.integer[Any]]) -> Any:
 # The arrays of each count.
 _TABLES = {
     SPANS: ("spans", "times"),
-    ATTRIBUTES: ("attributes", "numbers", "extents"),
+    ATTRIBUTES: ("attributes", "numbers", "extents", "keys"),
     EVENTS: ("events", "event_times"),
     LINKS: ("links",),
     GROUPS: ("groups",),
+    KEYS: ("key_entries",),
     PIECES: ("pieces",),
     LEFT: ("left",),
 }

@@ -20,6 +20,7 @@ from perfledger.collectors.wire.keys import (
     PHASE,
     PROMOTED,
     find,
+    is_entry,
 )
 from perfledger.collectors.wire.protobuf import LENGTH, Bytes, fill, next_field
 from perfledger.collectors.wire.scan import FILLER, NO_ROOM, PRELUDE, leave
@@ -57,7 +58,10 @@ def find_keys(
     missing, before = 0, 0
     for row in range(first, last):
         start, length = base + attributes[at.KEY, row], attributes[at.KEY_LENGTH, row]
-        entry = find(start, length, before, text, slots, hashes, entries, following, seed)
+        # Spans of a kind have their keys in one order. (Looked at here: a call costs more.)
+        entry = following[before]
+        if entry < 0 or not is_entry(start, length, text, entries, entry):
+            entry = find(start, length, before, text, slots, hashes, entries, following, seed)
         found[row - first] = entry
         if entry >= 0:
             before = entry
@@ -80,9 +84,12 @@ def decide(
     links: Shorts,
     left: Shorts,
     count: Ints,
+    keys: Shorts,
+    key_entries: Shorts,
     begin: int,
     found: Shorts,
     entries: Shorts,
+    codes: Shorts,
     seen: Ints,
     seen_at: Shorts,
     limit: int,
@@ -90,15 +97,20 @@ def decide(
 ) -> int:
     """Decide on each attribute from row `begin` on. Returns 0, or NO_ROOM with nothing to keep.
 
-    `found` are their keys' entries; `serial` tells this call's owners from those of all others.
+    `found` are their keys' entries, and `codes` the keys' numbers in this batch by entry; `serial`
+    tells this call's owners from those of all others.
     """
     base = np.int64(data.ctypes.data)
     for row in range(begin, count[at.ATTRIBUTES]):
         if count[at.LEFT] + 2 > left.shape[1]:
             return NO_ROOM
-        if attributes[at.FATE, row] == at.ADDED:
-            continue
+        if count[at.KEYS] >= key_entries.size:
+            return NO_ROOM
         entry, kind = found[row - begin], attributes[at.VALUE_KIND, row]
+        if attributes[at.FATE, row] == at.ADDED:
+            code = codes[entry]
+            keys[row] = code if code >= 0 else _number(entry, codes, key_entries, count)
+            continue
         if entries[IS_DENIED, entry]:
             _blank_value(base + extents[0, row], base + extents[1, row])
             attributes[at.FATE, row] = at.GONE
@@ -148,7 +160,19 @@ def decide(
             fits = kind == (at.TEXT if is_phase else at.INT)
             links[at.LINK_PHASE if is_phase else at.LINK_TOKENS, of] = row if fits else -1
             attributes[at.FATE, row] = at.GONE if fits else at.PAIR
+        if attributes[at.FATE, row] == at.PAIR:
+            code = codes[kept_entry]
+            keys[row] = code if code >= 0 else _number(kept_entry, codes, key_entries, count)
     return 0
+
+
+@part
+def _number(entry: int, codes: Shorts, key_entries: Shorts, count: Ints) -> int:
+    """Number a key that is new in its batch."""
+    code = count[at.KEYS]
+    codes[entry], key_entries[code] = code, entry
+    count[at.KEYS] += 1
+    return code
 
 
 @compiled

@@ -83,6 +83,26 @@ def hash_of(start: int, length: int, seed: int) -> int:
 
 
 @part
+def hashes_of(start: int, length: int, seed: int) -> tuple[int, int]:
+    """Return `hash_of` for a seed and for its complement: each waits for its last product, so that
+    two at once cost little more than one."""
+    one, other = np.uint64(seed), ~np.uint64(seed)
+    factor = _product(one ^ _SCATTER, _SCATTER) | np.uint64(1)
+    other_factor = _product(other ^ _SCATTER, _SCATTER) | np.uint64(1)
+    one, other = one ^ np.uint64(length), other ^ np.uint64(length)
+    position, end = start, start + length
+    while end - position >= 8:
+        word = np.uint64(load64(position))
+        one, other = _product(one ^ word, factor), _product(other ^ word, other_factor)
+        position += 8
+    while position < end:
+        byte = np.uint64(load8(position))
+        one, other = _product(one ^ byte, factor), _product(other ^ byte, other_factor)
+        position += 1
+    return _product(one ^ _SCATTER, factor), _product(other ^ _SCATTER, other_factor)
+
+
+@part
 def is_equal(one: int, other: int, length: int) -> bool:
     """Return whether bytes at two addresses are equal."""
     different, index = np.int64(0), 0
@@ -99,7 +119,7 @@ def is_equal(one: int, other: int, length: int) -> bool:
 
 
 @part
-def _is_entry(start: int, length: int, text: int, entries: Shorts, entry: int) -> bool:
+def is_entry(start: int, length: int, text: int, entries: Shorts, entry: int) -> bool:
     if entries[LENGTH, entry] != length:
         return False
     return is_equal(start, text + entries[START, entry], length)
@@ -117,10 +137,7 @@ def find(
     following: Shorts,
     seed: NDArray[np.uint64],
 ) -> int:
-    """Return the entry of a key, or -1. The key that last followed `after` is tried first."""
-    guess = following[after]
-    if guess >= 0 and _is_entry(start, length, text, entries, guess):
-        return guess
+    """Return the entry of a key, or -1, and note that it has followed `after`."""
     value = hash_of(start, length, seed[0])
     mask = np.uint64(slots.size - 1)
     slot = value & mask
@@ -128,7 +145,7 @@ def find(
         entry = slots[slot]
         if entry < 0:
             return _NO_ENTRY
-        if hashes[entry] == value and _is_entry(start, length, text, entries, entry):
+        if hashes[entry] == value and is_entry(start, length, text, entries, entry):
             following[after] = entry
             return entry
         slot = (slot + np.uint64(1)) & mask
@@ -153,6 +170,11 @@ class KeyTable:
         """Start anew between two requests where too much is remembered."""
         if self._entries > _MOST_KEYS or self._text_bytes > _MOST_KEYS * 64:
             self._begin()
+
+    def text_of(self, entry: int) -> str:
+        """Return the key of an entry that is kept as it is, as text."""
+        start, length = self.arrays.entries[[START, LENGTH], entry].tolist()
+        return self.arrays.text[start : start + length].tobytes().decode()
 
     def entry_of(self, key: bytes) -> int:
         """Return the entry of a key; one that is new is added and decided on."""
@@ -206,12 +228,35 @@ class KeyTable:
             _put(self.arrays.slots, self.arrays.hashes, entry)
 
 
+class KeyCodes:
+    """Numbers of keys in one batch, by their entries in the table; -1 is none."""
+
+    def __init__(self) -> None:
+        self._seed: object = None
+        self._codes = np.empty(0, np.int32)
+
+    def of(self, table: KeyTable) -> Shorts:
+        """Return the numbers with room for all entries of the table, none if it began anew."""
+        arrays = table.arrays
+        if self._seed is not arrays.seed:
+            self._seed, self._codes = arrays.seed, np.empty(0, np.int32)
+        more = arrays.entries.shape[1] - self._codes.size
+        if more:
+            self._codes = np.pad(self._codes, (0, more), constant_values=-1)
+        return self._codes
+
+    def forget(self, entries: Shorts) -> None:
+        """Let keys have no number again; it may be that of another one, if the table began anew."""
+        self._codes[entries[entries < self._codes.size]] = -1
+
+
 def _empty(keys: int, text_bytes: int, seed: NDArray[np.uint64] | None = None) -> Keys:
     return Keys(
         text=np.empty(text_bytes, np.uint8),
         slots=np.full(4 * keys, _NO_ENTRY, np.int32),
         hashes=np.zeros(keys, np.uint64),
-        entries=np.zeros((7, keys), np.int32),
+        # An entry whole in memory: what is looked at together lies together.
+        entries=np.zeros((7, keys), np.int32, order="F"),
         following=np.full(keys, _NO_ENTRY, np.int32),
         seed=np.array([secrets.randbits(64)], np.uint64) if seed is None else seed,
     )

@@ -21,6 +21,10 @@ _LARGEST_TAG = 2**32 - 1
 def read_varint(position: int, end: int) -> tuple[int, int]:
     """Return (value as int64, position behind it)."""
     value, shift = np.int64(0), np.int64(0)
+    if position < end:
+        byte = load8(position)
+        if byte < 0x80:
+            return byte, position + 1
     while position < end:
         byte = load8(position)
         position += 1
@@ -40,18 +44,12 @@ def next_field(position: int, end: int) -> tuple[int, int, int, int]:
     The value of LENGTH is where its payload starts, and the position is where it ends. A group
     has been passed over when it is returned; an end of a group is malformed.
     """
-    start = position
-    tag, position = read_varint(position, end)
-    if position < 0 or position - start > 5 or tag < 8 or tag > _LARGEST_TAG:
+    tag, position = _read_tag(position, end)
+    if position < 0 or tag < 8:
         return 0, 0, 0, -1
     field, wire, value = tag >> 3, tag & 7, np.int64(0)
     if wire == LENGTH:
-        start = position
-        length, position = read_varint(position, end)
-        if position < 0 or position - start > 5 or length < 0 or length > end - position:
-            return 0, 0, 0, -1
-        value = np.int64(position)
-        position += length
+        value, position = _read_length(position, end)
     elif wire == VARINT:
         value, position = read_varint(position, end)
     elif wire in (FIXED64, FIXED32):
@@ -68,14 +66,37 @@ def next_field(position: int, end: int) -> tuple[int, int, int, int]:
 
 
 @part
+def _read_tag(position: int, end: int) -> tuple[int, int]:
+    """Return (tag, position behind it); position -1: malformed."""
+    start = position
+    tag, position = read_varint(position, end)
+    if position - start > 5 or tag < 0 or tag > _LARGEST_TAG:
+        return np.int64(0), np.int64(-1)
+    return tag, position
+
+
+@part
+def _read_length(position: int, end: int) -> tuple[int, int]:
+    """Return where a payload starts, behind its length, and where it ends; -1: malformed."""
+    start = position
+    length, position = read_varint(position, end)
+    if position < 0 or position - start > 5 or length < 0 or length > end - position:
+        return np.int64(0), np.int64(-1)
+    return np.int64(position), np.int64(position + length)
+
+
+@part
 def _skip_group(position: int, end: int, field: int) -> int:
-    """Return the position behind the end of the group with this field number, or -1."""
+    """Return the position behind the end of the group with this field number, or -1.
+
+    Nobody reads what is in it: as in the official parser, field number 0 passes there.
+    """
     open_groups = np.empty(_DEEPEST_GROUP, np.int64)
     open_groups[0] = field
     depth = 1
     while depth:
-        tag, position = read_varint(position, end)
-        if position < 0 or tag < 8 or tag > _LARGEST_TAG:
+        tag, position = _read_tag(position, end)
+        if position < 0:
             return -1
         wire = tag & 7
         if wire == GROUP:
@@ -87,19 +108,15 @@ def _skip_group(position: int, end: int, field: int) -> int:
             depth -= 1
             if open_groups[depth] != tag >> 3:
                 return -1
-        elif wire in (LENGTH, VARINT):
-            value, position = read_varint(position, end)
-            if position < 0:
-                return -1
-            if wire == LENGTH:
-                if value < 0 or value > end - position:
-                    return -1
-                position += value
+        elif wire == LENGTH:
+            _, position = _read_length(position, end)
+        elif wire == VARINT:
+            _, position = read_varint(position, end)
         elif wire in (FIXED64, FIXED32):
             position += 8 if wire == FIXED64 else 4
-            if position > end:
-                return -1
         else:
+            return -1
+        if position < 0 or position > end:
             return -1
     return position
 

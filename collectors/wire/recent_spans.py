@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Shorts
 from perfledger.collectors.wire.jit import compiled
-from perfledger.collectors.wire.keys import hash_of
+from perfledger.collectors.wire.keys import hashes_of
 from perfledger.collectors.wire.protobuf import Bytes
 from perfledger.collectors.wire.span_batch import SpanBatch
 
@@ -40,8 +40,8 @@ def _hashes_of(data: Bytes, starts: Shorts, lengths: Shorts, seed: int) -> Hashe
     base = np.int64(data.ctypes.data)
     for index in range(starts.size):
         start, length = base + starts[index], np.int64(lengths[index])
-        found[0, index] = hash_of(start, length, np.uint64(seed)) | np.uint64(1)
-        found[1, index] = hash_of(start, length, ~np.uint64(seed))
+        one, two = hashes_of(start, length, seed)
+        found[0, index], found[1, index] = one | np.uint64(1), two
     return found
 
 
@@ -100,7 +100,7 @@ class RecentSpans:
                     path.unlink()
                 continue
             self._seed = found[0]
-            self._take(found[1])
+            self._take(found[1], were_new=True)
             self._files.append((path, found[1].shape[1]))
 
     def take_new(self, batch: SpanBatch) -> tuple[NDArray[np.bool_], Hashes]:
@@ -130,13 +130,16 @@ class RecentSpans:
     def _kept(self) -> int:
         return sum(count for _, count in self._files)
 
-    def _take(self, hashes: Hashes) -> NDArray[np.bool_]:
+    def _take(self, hashes: Hashes, *, were_new: bool = False) -> NDArray[np.bool_]:
+        """Return which are new. Those that `were_new` are of this generation, whatever came before:
+        they had been forgotten when they came."""
         is_new = np.empty(hashes.shape[1], np.bool_)
         for start in range(0, hashes.shape[1], self._generation_spans):
             part = hashes[:, start : start + self._generation_spans]
             self._make_room(part.shape[1])
             first = is_new[start : start + part.shape[1]]
-            self._held += _take_new(np.ascontiguousarray(part), self._current, self._before, first)
+            before = np.zeros((1, 2), np.uint64) if were_new else self._before
+            self._held += _take_new(np.ascontiguousarray(part), self._current, before, first)
         return is_new
 
     def _make_room(self, more: int) -> None:

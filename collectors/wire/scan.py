@@ -15,6 +15,7 @@ from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire import grammar as otlp
 from perfledger.collectors.wire.columns import Ints, Shorts
 from perfledger.collectors.wire.jit import compiled, load8, part, store8
+from perfledger.collectors.wire.plain_attributes import read_plain
 from perfledger.collectors.wire.protobuf import (
     FIXED32,
     FIXED64,
@@ -199,8 +200,18 @@ def scan_request(
             of = span if message == otlp.SPAN else event if message == otlp.EVENT else link
             _begin_attribute(attributes, numbers, count, owner, of)
             extents[0, attribute], extents[1, attribute] = value - base, position - base
-            holder = message
-            ends[otlp.ATTRIBUTE], position, message = position, value, otlp.ATTRIBUTE
+            kind, key_length, start, number = read_plain(value, position)
+            if kind >= 0:
+                attributes[at.KEY, attribute] = value + 2 - base
+                attributes[at.KEY_LENGTH, attribute] = key_length
+                attributes[at.VALUE_KIND, attribute] = kind
+                numbers[attribute] = number
+                if kind == at.TEXT:
+                    attributes[at.VALUE, attribute] = start - base
+                    attributes[at.VALUE_LENGTH, attribute] = position - start
+            else:
+                holder = message
+                ends[otlp.ATTRIBUTE], position, message = position, value, otlp.ATTRIBUTE
         elif action == otlp.IDENTITY:
             size = 16 if argument == at.TRACE else 8
             found = _id_at(base, value, position - value, size)

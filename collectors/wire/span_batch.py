@@ -14,7 +14,7 @@ from perfledger.collectors.otlp_origin import Origin
 from perfledger.collectors.wire import columns as at
 from perfledger.collectors.wire.columns import Columns, Shorts
 from perfledger.collectors.wire.fates import decide, find_keys, span_of
-from perfledger.collectors.wire.keys import KeyTable, key_at
+from perfledger.collectors.wire.keys import KeyCodes, KeyTable, key_at
 from perfledger.collectors.wire.origins import Origins, Unreadable, UnsafeOrigin
 from perfledger.collectors.wire.scan import (
     LONGEST_MESSAGE_BYTES,
@@ -30,6 +30,7 @@ _MOST_SERIALS = 2**31
 # What a kernel leaves to Python takes up to a fifth of a millisecond each, while others wait.
 _MOST_LEFT_TO_PYTHON = 50_000
 _TOO_COSTLY = f"over {_MOST_LEFT_TO_PYTHON} maps, repaired texts or new keys; send smaller batches"
+_BYTES_A_KEY = 128  # what a key of a batch takes as Python's text
 _MOST_REMEMBERED = 4096
 _LONGEST_REMEMBERED_BYTES = 1024
 # What of a span or event a text to be repaired is: table, offset, length.
@@ -117,6 +118,9 @@ class SpanBatch:
         # By group of spans: who sent it, and when it was received.
         self.origins: list[Origin] = []
         self.received_ns: list[int] = []
+        # By a key's number in this batch. A key may have several, if the table was emptied.
+        self.key_names: list[str] = []
+        self._codes = KeyCodes()
 
     @property
     def rows(self) -> int:
@@ -133,12 +137,14 @@ class SpanBatch:
             (columns.attributes, at.ATTRIBUTES),
             (columns.numbers, at.ATTRIBUTES),
             (columns.extents, at.ATTRIBUTES),
+            (columns.keys, at.ATTRIBUTES),
             (columns.events, at.EVENTS),
             (columns.event_times, at.EVENTS),
             (columns.links, at.LINKS),
         )
         widths = ((array.nbytes // array.shape[-1], int(count[of])) for array, of in rows)
-        return self.used_bytes + int(sum(width * filled for width, filled in widths))
+        held_bytes = self.used_bytes + _BYTES_A_KEY * len(self.key_names)
+        return held_bytes + int(sum(width * filled for width, filled in widths))
 
     def mark(self) -> Mark:
         """Return where the batch ends now, for `take_back`."""
@@ -146,9 +152,13 @@ class SpanBatch:
 
     def take_back(self, mark: Mark) -> None:
         """Forget what was added since a mark."""
+        self._codes.forget(
+            self.columns.key_entries[mark.count[at.KEYS] : self.columns.counts[at.KEYS]]
+        )
         self.columns.counts[:] = mark.count
         self.used_bytes = mark.used_bytes
         del self.origins[mark.groups :], self.received_ns[mark.groups :]
+        del self.key_names[mark.count[at.KEYS] :]
 
     def add(self, body: bytes, received_ns: int) -> tuple[memoryview, Tally]:
         """Add a request's spans; return its bytes without content, and what was found.
@@ -218,7 +228,9 @@ class SpanBatch:
         count = self.columns.counts
         count[[at.PIECES, at.LEFT]] = 0
         count[at.ITEMS :] = 0
-        done = int(scan_request(*self.columns, mark.used_bytes, end, self.reader.limit_bytes))
+        done = int(
+            scan_request(*self.columns.scanned(), mark.used_bytes, end, self.reader.limit_bytes)
+        )
         if done == MALFORMED:
             raise Malformed
         return done != NO_ROOM
@@ -246,13 +258,18 @@ class SpanBatch:
         columns.counts[at.USED] = self.used_bytes
         done = decide(
             *(columns.data, columns.spans, columns.attributes, columns.numbers, columns.extents),
-            *(columns.events, columns.links, columns.left, columns.counts, first, found),
-            *(keys.arrays.entries, keys.seen, keys.seen_at),
+            *(columns.events, columns.links, columns.left, columns.counts),
+            *(columns.keys, columns.key_entries, first, found),
+            *(keys.arrays.entries, self._codes.of(keys), keys.seen, keys.seen_at),
             self.reader.limit_bytes,
             self.reader.serial << 32,
         )
         self.used_bytes = int(columns.counts[at.USED])
-        return bool(done != NO_ROOM)
+        if done == NO_ROOM:
+            return False
+        new = columns.key_entries[len(self.key_names) : columns.counts[at.KEYS]]
+        self.key_names += [keys.text_of(entry) for entry in new.tolist()]
+        return True
 
     def _name_groups(self, mark: Mark, received_ns: int, tally: Tally) -> None:
         """Read who sent each group of spans."""

@@ -15,7 +15,10 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
+WITH_WINDOW = ("MistralForCausalLM", "MixtralForCausalLM")  # unless sliding_window says null
 MAX_JSON_BYTES = 256 * 1024 * 1024
 
 
@@ -27,6 +30,16 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The feed-forward part of a mixture-of-experts model: every layer has the same."""
+
+    count: int
+    per_token: int  # experts that compute each token: the router's top k
+    intermediate_size: int  # of one expert
+    normalized: bool  # whether the weights of a token's experts are scaled to sum to one
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class ModelConfig:
     output_bias: bool  # of the attention's output projection
     qk_norm: bool  # RMSNorm of each query and key head (Qwen3)
     dtype: str  # of the stored weights: float32, bfloat16 or float16
+    experts: ExpertsConfig | None = None  # None: one MLP of `intermediate_size` for all tokens
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -94,7 +108,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise UsageError(f"{heads} query heads do not divide among {kv_heads} KV heads")
     rope_theta, rope_scaling = _rope(raw)
-    bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    bias = bool(raw.get("attention_bias", False)) and architecture not in WITH_WINDOW
     return ModelConfig(
         architecture=architecture,
         vocab_size=_positive_int(raw, "vocab_size"),
@@ -111,8 +125,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM" or bias,
         output_bias=architecture != "Qwen2ForCausalLM" and bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         dtype=_dtype(raw),
+        experts=_experts(raw, architecture),
     )
 
 
@@ -124,6 +139,28 @@ def _architecture(raw: dict[str, Any]) -> str:
             fix="a checkpoint of " + ", ".join(ARCHITECTURES),
         )
     return str(named[0])
+
+
+def _experts(raw: dict[str, Any], architecture: str) -> ExpertsConfig | None:
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return None
+    qwen = architecture == "Qwen3MoeForCausalLM"
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise UsageError("layers without experts in a model with experts are not supported")
+    # transformers 5 writes num_local_experts for both; before, Qwen3 wrote num_experts.
+    both = {"num_local_experts": raw.get("num_experts"), **raw}
+    count = _positive_int(both, "num_local_experts", 128 if qwen else 8)
+    per_token = _positive_int(raw, "num_experts_per_tok", 8 if qwen else 2)
+    if per_token > count:
+        raise UsageError(f"{per_token} experts a token, but there are only {count}")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=_positive_int(
+            raw, "moe_intermediate_size" if qwen else "intermediate_size", 768 if qwen else None
+        ),
+        normalized=not qwen or bool(raw.get("norm_topk_prob", False)),
+    )
 
 
 def _refuse_what_we_do_not_compute(raw: dict[str, Any], architecture: str) -> None:
@@ -138,9 +175,9 @@ def _refuse_what_we_do_not_compute(raw: dict[str, Any], architecture: str) -> No
         raise UsageError("biases in the feed-forward layers (mlp_bias) are not supported")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("rotary embedding of a part of each head is not supported")
-    mistral = architecture == "MistralForCausalLM"
-    window = raw.get("sliding_window", 4096 if mistral else None)
-    switched_on = mistral or raw.get("use_sliding_window", False)
+    windowed = architecture in WITH_WINDOW
+    window = raw.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
+    switched_on = windowed or raw.get("use_sliding_window", False)
     shorter = isinstance(window, int) and window < raw.get("max_position_embeddings", 0)
     if (switched_on and shorter) or "sliding_attention" in (raw.get("layer_types") or []):
         raise UsageError(

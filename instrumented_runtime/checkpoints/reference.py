@@ -1,4 +1,4 @@
-"""The reference checkpoints: small Llamas with random weights, the same on every machine.
+"""The reference checkpoints: small Llamas and Mixtrals with random weights, the same everywhere.
 
 They compute what a real model of their shape computes; only their words mean nothing.
 """
@@ -27,7 +27,11 @@ CHAT_TEMPLATE = (
 SHAPES: dict[str, dict[str, int]] = {
     "reference": {"hidden_size": 512, "intermediate_size": 1216, "num_hidden_layers": 8},
     "reference-small": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3},
+    "reference-moe": {"hidden_size": 512, "intermediate_size": 608, "num_hidden_layers": 8},
+    "reference-moe-small": {"hidden_size": 256, "intermediate_size": 344, "num_hidden_layers": 3},
 }
+# Two experts compute a token, each half as wide as the MLP of the reference without experts.
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 WEIGHTS_VERSION = 1  # of random_weights.py: a change there must count it up
 
 
@@ -57,9 +61,10 @@ def make_reference(name: str) -> Path:
 
 
 def _config(name: str) -> dict[str, Any]:
+    experts = "-moe" in name
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
+        "model_type": "mixtral" if experts else "llama",
         **SHAPES[name],
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -70,7 +75,7 @@ def _config(name: str) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_bias": False,
-        "mlp_bias": False,
+        **(EXPERTS if experts else {"mlp_bias": False}),
         "tie_word_embeddings": True,
         "bos_token_id": BOS,
         "eos_token_id": EOS,

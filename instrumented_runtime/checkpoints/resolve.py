@@ -4,12 +4,12 @@ from pathlib import Path
 
 from perfledger.schema.errors import UsageError
 
-REFERENCES = ("reference", "reference-small")
+REFERENCES = ("reference", "reference-small", "reference-moe", "reference-moe-small")
 SMOLLM2 = "smollm2"
 
 
 def resolve(model: str) -> Path:
-    """Return the checkpoint folder of "reference", "reference-small", "smollm2" or a path.
+    """Return the checkpoint folder of a REFERENCES name, "smollm2" or a path.
 
     The named ones are made or converted once, into the cache. Raises UsageError for a folder that
     does not exist or holds no config.json, and for a missing package.

@@ -28,6 +28,7 @@ PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v
 # What the runtime takes as tenant, class or session.
 _NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9._:/@+-]+")
 MAX_LABEL_CHARS = 128
+_REASON = re.compile(r"[a-z_]{1,32}")
 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
@@ -63,6 +64,8 @@ def request_body(plan: LoadPlan, model: str, prompt: object, output_tokens: int)
         fields["messages"] = [{"role": "user", "content": prompt}]
     else:
         fields["prompt"] = prompt
+    if plan.n > 1:
+        fields["n"] = plan.n
     if plan.ignore_eos:
         fields["ignore_eos"] = True
     return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -115,6 +118,7 @@ class _Received:
 
     chunk_ns: "array[int]" = field(default_factory=lambda: array("q"))
     channels: list[str] = field(default_factory=list)
+    choices: "array[int]" = field(default_factory=lambda: array("q"))
     usage: Usage = field(default_factory=Usage)
     http_status: int | None = None
     response_id: str = ""
@@ -158,6 +162,7 @@ async def send(session: aiohttp.ClientSession, plan: LoadPlan, sending: Sending)
         end_ns=monotonic_ns() if received.end_ns is None or failure[0] else received.end_ns,
         chunk_ns=received.chunk_ns,
         channels="".join(received.channels),
+        choices=received.choices,
         error=failure[0],
         detail=failure[1][:MAX_DETAIL_CHARS],
         http_status=received.http_status,
@@ -182,7 +187,7 @@ async def _stream(
         received.http_status = response.status
         if response.status >= 400:
             detail = await response.content.read(4096)
-            raise StreamError(f"http_{response.status}", detail.decode("utf-8", "replace"))
+            raise StreamError(_refusal(response.status, detail), detail.decode("utf-8", "replace"))
         if response.content_type != "text/event-stream":
             raise StreamError("not_streamed", f"the answer is {response.content_type}")
         await _read_events(response, received)
@@ -192,6 +197,18 @@ async def _stream(
         raise StreamError("incomplete", "the stream ended without [DONE] or a finish reason")
     if not received.chunk_ns:
         raise StreamError("no_content", "the stream held no text")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Return the kind of an HTTP error; of a 429 with the reason: http_429_deadline."""
+    kind = f"http_{status}"
+    if status != 429:
+        return kind
+    try:
+        code = orjson.loads(body)["error"]["code"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return kind
+    return f"{kind}_{code}" if isinstance(code, str) and _REASON.fullmatch(code) else kind
 
 
 async def _read_events(response: aiohttp.ClientResponse, received: _Received) -> None:
@@ -213,6 +230,7 @@ def _take(event: bytes, at_ns: int, received: _Received) -> None:
     if chunk.channel:
         received.chunk_ns.append(at_ns)
         received.channels.append(chunk.channel)
+        received.choices.append(chunk.choice)
     received.usage = chunk.usage or received.usage
     received.finish_reason = chunk.finish_reason or received.finish_reason
     received.response_id = chunk.response_id or received.response_id
@@ -257,12 +275,17 @@ def _headers(plan: LoadPlan, arrival: Arrival, trace_id: bytes, span_id: bytes) 
         "x-perfledger-tenant": arrival.tenant,
         "x-perfledger-session": arrival.session,
     }
+    numbers = {
+        "x-perfledger-priority": arrival.priority,
+        "x-perfledger-deadline-ms": arrival.deadline_ms,
+    }
     headers = {
         "Content-Type": "application/json",
         "Accept": "text/event-stream",
         "traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01",
     }
     told = {name: label_header(label) for name, label in labels.items() if label}
+    told |= {name: str(number) for name, number in numbers.items() if number is not None}
     return headers | told | _authorization(plan)
 
 

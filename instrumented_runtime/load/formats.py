@@ -4,8 +4,8 @@ azure     CSV    TIMESTAMP (wall clock), ContextTokens, GeneratedTokens
 burstgpt  CSV    Timestamp (s), Request tokens, Response tokens; both published layouts
 mooncake  JSONL  timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens)
 
-All may carry the columns class, tenant and session of our own. Rows without output tokens are
-failed requests of the original service: they are skipped and counted.
+All may carry the columns class, tenant, session, priority and deadline_ms of our own. Rows without
+output tokens are failed requests of the original service: they are skipped and counted.
 """
 
 import csv
@@ -27,6 +27,8 @@ from perfledger.schema.errors import UsageError
 MAX_ROWS = 2_000_000
 MAX_LINE_CHARS = 1_048_576
 MAX_TOKENS = 10_000_000
+MAX_PRIORITY = 2**31 - 1
+MAX_DEADLINE_MS = 999_999_999
 # Times outside these are in another unit than the format's.
 MAX_MEAN_GAP_S = 86_400
 MAX_RATE = 2_000
@@ -34,6 +36,7 @@ RATE_NEEDS = 100  # requests, before their rate says something about units
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
 _SECONDS = re.compile(r"(\d{1,11})(?:\.(\d{1,9})0*)?")
+_INTEGER = re.compile(r"-?\d{1,10}")
 _LABEL = re.compile(r"[ -~]{0,256}")  # they travel as HTTP headers
 
 
@@ -62,7 +65,7 @@ class Format:
     def known(self) -> frozenset[str]:
         """All columns that may be there."""
         optional = {self.blocks, self.session, self.traffic_class, "class", "tenant", "session"}
-        return self.required | self.ignored | optional
+        return self.required | self.ignored | optional | {"priority", "deadline_ms"}
 
 
 def _stamp_ns(value: object) -> int | None:
@@ -248,12 +251,19 @@ def _take(reading: _Reading, row: dict[str, object]) -> None:
         return
     if input_tokens == 0:
         raise place.error("a request without input", format_.input, "at least 1 token")
-    labels = [
-        _label(row, names, place)
-        for names in ((format_.traffic_class, "class"), ("tenant",), (format_.session, "session"))
-    ]
-    blocks = _blocks(reading, row, input_tokens)
-    reading.arrivals.append(Arrival(at_ns, input_tokens, output_tokens, blocks, *labels))
+    reading.arrivals.append(
+        Arrival(
+            at_ns,
+            input_tokens,
+            output_tokens,
+            prefix_ids=_blocks(reading, row, input_tokens),
+            traffic_class=_label(row, (format_.traffic_class, "class"), place),
+            tenant=_label(row, ("tenant",), place),
+            session=_label(row, (format_.session, "session"), place),
+            priority=_number(row, "priority", -MAX_PRIORITY, MAX_PRIORITY, place),
+            deadline_ms=_number(row, "deadline_ms", 1, MAX_DEADLINE_MS, place),
+        )
+    )
 
 
 def _time(reading: _Reading, value: object) -> int:
@@ -276,6 +286,18 @@ def _tokens(value: object, column: str, place: _Place) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
         expected = f"a whole number of tokens from 0 to {MAX_TOKENS}"
         raise place.error(f"not a length: {_shown(value)}", column, expected)
+    return value
+
+
+def _number(row: dict[str, object], column: str, low: int, high: int, place: _Place) -> int | None:
+    value = row.get(column)
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        expected = f"a whole number from {low} to {high}, or nothing"
+        raise place.error(f"not a number: {_shown(value)}", column, expected)
     return value
 
 

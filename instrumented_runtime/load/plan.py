@@ -36,6 +36,7 @@ class LoadPlan:
     timeout_s: float = 600.0  # of one request, from its sending
     ignore_eos: bool = True  # so that answers reach the length asked for
     temperature: float = 0.0
+    n: int = 1  # answers to each prompt
     token_ids: tuple[int, int] = TOKEN_IDS  # prompts of `completions` draw from [low, high)
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class LoadPlan:
             raise UsageError("a workload without requests", where=self.workload.source)
         if self.warm_up < 0 or self.timeout_s <= 0 or self.temperature < 0:
             raise UsageError("warm-up, timeout and temperature cannot be negative")
+        if self.n < 1:
+            raise UsageError(f"n is {self.n}, but must be at least 1")
         low, high = self.token_ids
         if not 0 <= low < high:
             raise UsageError(f"not a range of token ids: {low}:{high}", fix="--token-ids 300:2000")
@@ -75,6 +78,7 @@ class Sample:
     end_ns: int  # [DONE] or the end of the stream read, or the failure noticed
     chunk_ns: Sequence[int] = ()
     channels: str = ""  # a letter a chunk: OUTPUT, REASONING, TOOL
+    choices: Sequence[int] = ()  # which of the n answers a chunk belongs to
     error: str = ""
     detail: str = ""
     http_status: int | None = None

@@ -23,8 +23,8 @@ CHUNKS_A_FILE = 200_000
 KeyValue = dict[str, object]
 
 # Most chunks hold output, so only the others say what they hold.
-_CHANNEL_ATTRIBUTES: dict[str, list[KeyValue] | None] = {
-    letter: [{"key": "perfledger.client.channel", "text": name}] if letter != OUTPUT else None
+_CHANNEL_ATTRIBUTES: dict[str, list[KeyValue]] = {
+    letter: [{"key": "perfledger.client.channel", "text": name}] if letter != OUTPUT else []
     for letter, name in CHANNELS.items()
 }
 
@@ -85,13 +85,21 @@ def _span(result: LoadResult, sample: Sample, received_ns: int) -> dict[str, obj
         "tenant": arrival.tenant or None,
         "traffic_class": arrival.traffic_class or None,
         "session": arrival.session or None,
+        "deadline_ms": arrival.deadline_ms,
         "attributes": _attributes(result, sample),
         "events": [
-            {"time_ns": wall(at_ns), "name": "chunk", "attributes": _CHANNEL_ATTRIBUTES[channel]}
-            for at_ns, channel in zip(sample.chunk_ns, sample.channels, strict=True)
+            {"time_ns": wall(at_ns), "name": "chunk", "attributes": _of_chunk(channel, choice)}
+            for at_ns, channel, choice in zip(
+                sample.chunk_ns, sample.channels, sample.choices, strict=True
+            )
         ],
         "received_ns": received_ns,
     }
+
+
+def _of_chunk(channel: str, choice: int) -> list[KeyValue] | None:
+    of_choice = [_int("perfledger.client.choice", choice)] if choice else []
+    return [*_CHANNEL_ATTRIBUTES[channel], *of_choice] or None
 
 
 def _attributes(result: LoadResult, sample: Sample) -> list[KeyValue]:
@@ -104,6 +112,10 @@ def _attributes(result: LoadResult, sample: Sample) -> list[KeyValue]:
         _int("gen_ai.request.max_tokens", sample.arrival.output_tokens),
         {"key": "gen_ai.request.stream", "bool": True},
     ]
+    if result.plan.n > 1:
+        found.append(_int("gen_ai.request.choice.count", result.plan.n))
+    if sample.arrival.priority is not None:
+        found.append(_int("perfledger.priority", sample.arrival.priority))
     if sample.http_status is not None:
         found.append(_int("http.response.status_code", sample.http_status))
     if sample.response_id:
@@ -141,6 +153,7 @@ def load_manifest(result: LoadResult) -> Manifest:
     """Return what the client knows of the run; what it cannot know of the server stays unknown."""
     plan, workload = result.plan, result.plan.workload
     stops = "ignore_eos" if plan.ignore_eos else "respect eos"
+    answers = f", n {plan.n}" if plan.n > 1 else ""
     return Manifest.of(
         {
             "model.name": result.model,
@@ -149,7 +162,7 @@ def load_manifest(result: LoadResult) -> Manifest:
             "workload.prompt_tokens": sum(a.input_tokens for a in workload.arrivals),
             "workload.output_limit": sum(a.output_tokens for a in workload.arrivals),
             "workload.arrival": f"{workload.name} {workload.source}",
-            "workload.sampling": f"temperature {plan.temperature:g}, {stops}",
+            "workload.sampling": f"temperature {plan.temperature:g}, {stops}{answers}",
             "workload.seed": plan.seed,
             "method.warm_up": f"{plan.warm_up} requests, one by one",
             "run.id": plan.run_id,

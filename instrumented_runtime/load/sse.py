@@ -34,6 +34,7 @@ class Chunk:
     """One event: the channel of its text ("" without any) and what else it says."""
 
     channel: str = ""
+    choice: int = 0
     usage: Usage | None = None
     finish_reason: str = ""
     response_id: str = ""
@@ -70,6 +71,7 @@ def read_chunk(event: bytes) -> Chunk:
     usage = fields.get("usage")
     return Chunk(
         channel=_channel(choice),
+        choice=_count(choice, "index") or 0,
         usage=_usage(usage) if isinstance(usage, dict) else None,
         finish_reason=_text(choice.get("finish_reason")),
         response_id=_text(fields.get("id"))[:256],

@@ -1,7 +1,7 @@
 """A load run in numbers, each with its definition. Undefined is None, never 0."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ DEFINITIONS: dict[str, str] = {
     "ttft_ns": "real send to the first chunk with text, of any channel",
     "ttft_from_schedule_ns": "scheduled time to the first chunk with text",
     "ttfo_ns": "real send to the first chunk with answer text: no reasoning, no tool call",
-    "itl_ns": "gaps between chunks with text, pooled over requests; a chunk may hold many tokens",
+    "itl_ns": "gaps between chunks with text of one answer, pooled; a chunk may hold many tokens",
     "e2e_ns": "real send to the last chunk with text; what follows it (usage, [DONE]) is left out",
     "e2e_from_schedule_ns": "scheduled time to the last chunk with text",
     "lateness_ns": "real send minus scheduled time, every measured request",
@@ -141,12 +141,24 @@ def _metrics(
         "ttfo_ns": metric(
             s.chunk_ns[s.channels.index(OUTPUT)] - s.sent_ns for s in ok if OUTPUT in s.channels
         ),
-        "itl_ns": metric(later - earlier for s in ok for earlier, later in pairwise(s.chunk_ns)),
+        "itl_ns": metric(gap for s in ok for gap in _gaps(s)),
         "e2e_ns": metric(s.chunk_ns[-1] - s.sent_ns for s in ok),
         "e2e_from_schedule_ns": metric(s.chunk_ns[-1] - s.scheduled_ns for s in ok),
         "lateness_ns": metric(s.lateness_ns for s in measured),
         "loop_lag_ns": metric(lag_ns),
     }
+
+
+def _gaps(sample: Sample) -> Iterator[int]:
+    """Yield the gaps between the chunks of each choice."""
+    if not any(sample.choices):
+        yield from (later - earlier for earlier, later in pairwise(sample.chunk_ns))
+        return
+    newest: dict[int, int] = {}
+    for choice, at_ns in zip(sample.choices, sample.chunk_ns, strict=True):
+        if choice in newest:
+            yield at_ns - newest[choice]
+        newest[choice] = at_ns
 
 
 def metric(values: Iterable[int]) -> Metric:

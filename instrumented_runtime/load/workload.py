@@ -28,6 +28,8 @@ class Arrival:
     traffic_class: str = ""
     tenant: str = ""
     session: str = ""
+    priority: int | None = None  # lower goes first
+    deadline_ms: int | None = None  # what its caller waits for the first token, from the sending
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,26 @@ class Workload:
 
 
 def _cells(arrival: Arrival) -> list[object]:
-    return [getattr(arrival, name) for name in Arrival.__slots__]
+    cells = [getattr(arrival, name) for name in Arrival.__slots__]
+    while cells[-1] is None:  # hashes of workloads without priorities and deadlines stay
+        cells.pop()
+    return cells
+
+
+def with_defaults(
+    workload: Workload, *, tenant: str = "", priority: int | None, deadline_ms: int | None
+) -> Workload:
+    """Return the workload with these where a request of it says nothing of its own."""
+
+    def filled(arrival: Arrival) -> Arrival:
+        return replace(
+            arrival,
+            tenant=arrival.tenant or tenant,
+            priority=priority if arrival.priority is None else arrival.priority,
+            deadline_ms=deadline_ms if arrival.deadline_ms is None else arrival.deadline_ms,
+        )
+
+    return replace(workload, arrivals=tuple(filled(arrival) for arrival in workload.arrivals))
 
 
 def scale(workload: Workload, scaling: Scaling, seed: int = 0) -> Workload:

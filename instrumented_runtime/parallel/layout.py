@@ -57,3 +57,10 @@ class RankPlace:
     def alone(self) -> bool:
         """Whether there are no peers: no process group is made."""
         return self.layout.world == 1
+
+
+def name_of(place: RankPlace, rank: int | None = None) -> str:
+    """Return how a rank is called in messages, like "rank 1 (tp=1)"."""
+    rank = place.rank if rank is None else rank
+    places = place.layout.coordinates(rank)
+    return f"rank {rank} ({', '.join(f'{name}={places[name]}' for name in place.layout.used())})"

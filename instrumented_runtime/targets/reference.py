@@ -182,7 +182,7 @@ def _facts(
     rest = sorted(options.keys() - OPTION_FIELDS.keys() - PER_RUN_OPTIONS)
     facts: dict[str, Value] = {
         "model.name": str(health.get("model")),
-        "model.quantization": "none",  # weights are kept and computed in runtime.dtype
+        "model.quantization": str(options.get("quantization", "none")),
         "runtime.name": "perfledger",
         "runtime.version": version("perfledger"),
         "runtime.versions": _versions(),
