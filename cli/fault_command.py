@@ -16,8 +16,8 @@ from perfledger.selection import add_store
 EXAMPLES = """\
 examples:
   perfledger fault list
-  perfledger fault run busy_neighbour --answer /tmp/answer.json -- serve --model reference
-  perfledger fault run any --seed 7 --answer /tmp/answer.json -- serve --model reference
+  perfledger fault run --fault busy_neighbour --answer /tmp/answer.json -- serve --model reference
+  perfledger fault run --fault any --seed 7 --answer /tmp/answer.json -- serve --model reference
   perfledger fault show /tmp/answer.json
 
 `any` draws a fault (or none) and says nothing about which. Faults are natural: other work on the
@@ -53,11 +53,11 @@ def _add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    running.add_argument("fault", metavar="NAME|any", help="from `fault list`")
+    running.add_argument("--fault", required=True, metavar="NAME|any", help="from `fault list`")
     running.add_argument("--amount", type=float, help="its strength, in the unit of the list")
     running.add_argument("--answer", type=Path, required=True, help="file that will name it")
     running.add_argument("--seed", type=int, help="of `any`")
-    running.add_argument("command", nargs=argparse.REMAINDER, help="-- serve … or -- train …")
+    running.add_argument("command", nargs="+", help="-- serve … or -- train …")
     add_store(running)
     running.set_defaults(run=run_fault)
 
@@ -109,10 +109,11 @@ def run_fault(args: argparse.Namespace) -> int:
     from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, Fault
     from perfledger.instrumented_runtime.faults.sealing import NO_FAULT, Answer, new_salt, seal
 
-    arguments = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
+    arguments = tuple(args.command)
     if arguments[:1] not in (("serve",), ("train",)):
         raise UsageError(
-            "a fault is run around `serve` or `train`", fix="fault run NAME -- serve …"
+            "a fault is run around `serve` or `train`",
+            fix="fault run --fault NAME --answer FILE -- serve …",
         )
     fault: Fault | None
     if args.fault == "any":

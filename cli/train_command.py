@@ -5,11 +5,18 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from perfledger.instrumented_runtime.parallel.layout import DIMENSIONS, Layout
-from perfledger.instrumented_runtime.training.options import SCHEDULES, TrainOptions, check
+from perfledger.instrumented_runtime.training.options import (
+    NEWEST,
+    SCHEDULES,
+    TrainOptions,
+    check,
+)
+from perfledger.instrumented_runtime.training.resuming import find_start
 from perfledger.instrumented_runtime.training.shapes import SHAPES
 from perfledger.output import add_json, print_json
 from perfledger.progress import progress
@@ -28,6 +35,7 @@ examples:
   perfledger train --fsdp 2 --tp 2                  four processes, parameters sharded twice
   perfledger train --tp 2 --pp 2 --schedule gpipe --microbatches 4
   perfledger train --dp 2 --ep 2 --json             experts dealt out over two ranks
+  perfledger train --fsdp 2 --checkpoint saved --checkpoint-every 5 --resume
 
 Each dimension works alone, and together tp with pp, fsdp with tp, dp with ep.
 Telemetry goes to OTEL_EXPORTER_OTLP_ENDPOINT (default http://localhost:4317, where
@@ -54,6 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_layout(parser.add_argument_group("layout (processes: the product)"))
     _add_work(parser.add_argument_group("work"))
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
     _add_processes(parser.add_argument_group("processes"))
     _add_telemetry(parser.add_argument_group("telemetry"))
     add_json(parser)
@@ -68,10 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
     options = options_of(args)
     check(options)
+    start = find_start(options)
+    options = replace(options, first_step=start.step)
     signal.signal(signal.SIGTERM, _interrupt)
-    train_run = TrainRun(options)
+    train_run = TrainRun(options, passed_over=start.passed_over)
+    for why in start.passed_over:
+        print(f"perfledger: a newer checkpoint was passed over: {why}", file=sys.stderr)
     try:
-        with progress(options.steps, "steps") as advance:
+        with progress(options.steps - start.step, "steps") as advance:
             launch(train_run, lambda: None if args.json else print_start(train_run), advance)
     except KeyboardInterrupt:
         print("perfledger: interrupted: the steps so far", file=sys.stderr)
@@ -102,6 +115,9 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
         join_timeout_s=args.join_timeout,
         step_timeout_s=args.step_timeout,
         save=args.save,
+        checkpoint=args.checkpoint,
+        checkpoint_every=args.checkpoint_every,
+        resume=args.resume,
         run_id=args.run_id,
         service_name=args.service_name,
         telemetry=not args.no_telemetry,
@@ -161,6 +177,21 @@ def _add_work(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--save", default="", metavar="FILE", help="write the whole model (safetensors)"
+    )
+
+
+def _add_checkpoints(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--checkpoint", default="", metavar="FOLDER", help="each rank saves its shard there"
+    )
+    _add_integer(group, "--checkpoint-every", 0, 0, "after every N steps, 0: at the end only")
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        type=_integer(1, 2**31 - 1),
+        const=NEWEST,
+        metavar="STEP",
+        help="go on at the checkpoint of that step, or at the newest good one",
     )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from perfledger.instrumented_runtime.checkpoints.sharded import shard_name
+from perfledger.instrumented_runtime.records import ShardMoved
 from perfledger.instrumented_runtime.training.messages import StepDone
 from perfledger.instrumented_runtime.training.traffic import Traffic, conversion_of, summed
 from perfledger.output import ms, print_table
@@ -24,6 +26,8 @@ def print_start(run: "TrainRun") -> None:
         f" {first.parameters:,} parameters on rank 0\nlayout   {layout}",
         flush=True,
     )
+    if options.first_step:
+        print(f"resumed  after {options.first_step} steps, from {options.checkpoint}", flush=True)
 
 
 def print_summary(run: "TrainRun") -> None:
@@ -45,6 +49,8 @@ def print_summary(run: "TrainRun") -> None:
     if saved := summed(run.saved()):
         _print_traffic("\nwhat moved to save the whole model", saved)
     _print_memory(run)
+    if run.shards:
+        _print_shards(run)
     if run.telemetry and (run.telemetry.dropped or run.telemetry.lost):
         lost = run.telemetry
         print(f"\ntelemetry lost: {lost.dropped} records and {lost.lost} spans")
@@ -55,12 +61,12 @@ def step_rows(run: "TrainRun") -> list[dict[str, float | int | None]]:
     rank's start to the last one's end, bytes that the ranks sent (None: not observed)."""
     rows: list[dict[str, float | int | None]] = []
     tokens = run.options.batch * run.options.sequence
-    for number, ranks in enumerate(run.complete_steps()):
+    for ranks in run.complete_steps():
         losses = [done.loss for done in ranks.values() if done.loss is not None]
         wall_ns = max(d.end_ns for d in ranks.values()) - min(d.start_ns for d in ranks.values())
         rows.append(
             {
-                "step": number,
+                "step": ranks[0].number,
                 "loss": sum(losses) / len(losses),
                 "wall_ns": wall_ns,
                 "tokens": tokens,
@@ -86,9 +92,11 @@ def sent_bytes(ranks: dict[int, StepDone]) -> int | None:
 
 def last_observed(run: "TrainRun") -> tuple[int, list[Traffic]]:
     """Return the last step whose collectives were observed, and their totals over all ranks."""
-    for number, ranks in reversed(list(enumerate(run.complete_steps()))):
+    for ranks in reversed(run.complete_steps()):
         if all(done.traffic is not None for done in ranks.values()):
-            return number, summed(row for done in ranks.values() for row in done.traffic or ())
+            return ranks[0].number, summed(
+                row for done in ranks.values() for row in done.traffic or ()
+            )
     return 0, []
 
 
@@ -110,6 +118,12 @@ def as_json(run: "TrainRun") -> dict[str, object]:
         "memory": [
             {"rank": rank, **asdict(done.held)} for rank, done in sorted(_last(run).items())
         ],
+        "checkpoints": {
+            "folder": options.checkpoint or None,
+            "resumed_after": options.first_step or None,
+            "passed_over": run.passed_over,
+            "shards": [_shard_json(moved) for moved in run.shards],
+        },
         "telemetry": run.telemetry._asdict() if run.telemetry else None,
     }
 
@@ -129,6 +143,34 @@ def size(count: int | float | None) -> str:
 
 def _traffic_json(row: Traffic) -> dict[str, object]:
     return {**row._asdict(), "conversion": conversion_of(row)._asdict()}
+
+
+def _shard_json(moved: ShardMoved) -> dict[str, object]:
+    return {
+        "op": "load" if moved.loaded else "save",
+        "step": moved.step,
+        "rank": moved.rank,
+        "shard": shard_name(moved.rank, moved.ranks),
+        "bytes": moved.bytes,
+        "ns": moved.end_ns - moved.start_ns,
+    }
+
+
+def _print_shards(run: "TrainRun") -> None:
+    """The shards that were loaded, and those of the last checkpoint that was saved."""
+    last = max(moved.step for moved in run.shards)
+    rows = [
+        (
+            f"{'loaded' if moved.loaded else 'saved'} after {moved.step}",
+            shard_name(moved.rank, moved.ranks),
+            size(moved.bytes),
+            ms(moved.end_ns - moved.start_ns),
+        )
+        for moved in sorted(run.shards, key=lambda moved: (moved.step, moved.rank))
+        if moved.loaded or moved.step == last
+    ]
+    columns = ("steps", "shard", "bytes", "time")
+    print_table("\ncheckpoints: loaded, and the last saved", columns, rows)
 
 
 def _print_traffic(title: str, traffic: list[Traffic]) -> None:

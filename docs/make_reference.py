@@ -1,8 +1,11 @@
 """Write the reference pages that are made from the declarations in the code."""
 
+import argparse
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
+from perfledger.cli import build_parser
 from perfledger.collectors.host import host_metrics, wait_metrics
 from perfledger.schema import attributes, manifest, metrics, tables
 
@@ -21,7 +24,46 @@ def sampler_metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
+def flags() -> str:
+    """Return docs/flags.md."""
+    lines = [
+        "# Commands and flags",
+        "",
+        "Made from the command line's own help. Every flag is also",
+    ]
+    lines += [
+        "a variable (`--max-num-seqs` of `serve`: `PERFLEDGER_MAX_NUM_SEQS`) and a setting in"
+    ]
+    lines += ["`perfledger.toml` (`[serve]`, `max_num_seqs`)."]
+    for name, parser in _parsers("perfledger", build_parser()):
+        rows = [row for action in parser._actions if (row := _flag_row(action))]
+        if rows:
+            lines += ["", f"## {name}", "", "| flag | |", "|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _parsers(
+    name: str, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, one in action.choices.items():
+                yield from _parsers(f"{name} {word}", one)
+
+
+def _flag_row(action: argparse.Action) -> str:
+    if not action.option_strings or "--help" in action.option_strings:
+        return ""
+    values = "|".join(map(str, action.choices)) if action.choices else action.metavar
+    takes = "" if action.nargs == 0 else f" {values or action.dest.upper()}"
+    help_text = (action.help or "") % {**vars(action), "prog": "perfledger"}
+    cells = (f"`{', '.join(action.option_strings)}{takes}`", help_text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 PAGES = {
+    "flags.md": flags,
     "tables.md": tables.reference,
     "attributes.md": attributes.reference,
     "manifest.md": manifest.reference,

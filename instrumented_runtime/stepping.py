@@ -240,9 +240,12 @@ class Stepper:
     def _fail(self, plan: StepPlan, detail: str) -> list[FromEngine]:
         """End the request that a step found no memory for; the others are computed again.
 
-        The step is not finished, so all stands as before it, but for blocks that it moved: after a
-        failed move nobody knows what they hold, and all requests of the step end.
+        The plan is taken back, so all stands as before the step, but for blocks that it moved:
+        after a failed move nobody knows what they hold, and all requests of the step end.
         """
+        self.scheduler.take_back(plan)
+        if self._model.routing is not None:
+            self._model.routing.take()  # of half a step
         kv, device = self.scheduler.kv, self._model.device
         held, used = held_bytes(device), (kv.used, kv.count)
         if device.type == "cuda":

@@ -53,7 +53,7 @@ class Engine(RuleBasedStateMachine):
         self.number = 0
 
     @rule(
-        prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12),
+        prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=20),
         tenant=st.sampled_from("ab"),
         output=st.integers(1, 8),
         n=st.sampled_from([1, 1, 2, 3]),
@@ -77,7 +77,9 @@ class Engine(RuleBasedStateMachine):
             self.scheduler.remove(request)
             self.live.remove(request)
         else:
-            self._end(data.draw(st.sampled_from(request.sequences)))
+            # Often the first one: what the others share is computed for it.
+            choice = data.draw(st.sampled_from([0, 0, *range(len(request.sequences))]))
+            self._end(request.sequences[choice])
 
     @precondition(lambda self: self.live)
     @rule(steps=st.integers(1, 6))
@@ -85,6 +87,26 @@ class Engine(RuleBasedStateMachine):
         for _ in range(steps):
             if self.live:
                 self._step()
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def preempt(self) -> None:
+        """As for another's block, but at any time: also of what has begun to be computed again."""
+        self.scheduler._preempt(self.scheduler.running.pop())
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        """A step is planned and cannot be computed; if blocks were to move, some may have."""
+        plan, scheduler = self._plan(), self.scheduler
+        moves = scheduler.tables.take_moves()
+        scheduler.take_back(plan)
+        assert all(len(one.sequences) == 1 for one in self.live if not one.output_tokens)
+        if moves is not None:
+            scheduler.forget_swapped({host for _, host in moves.swap_out})
+            for request in plan.requests():
+                scheduler.remove(request)
+                self.live.remove(request)
 
     def teardown(self) -> None:
         """Whatever is left is served to its end, and then nothing is held."""
@@ -119,7 +141,7 @@ class Engine(RuleBasedStateMachine):
             tenants = {self._tenant_of(b) for one in request.sequences for b in one.blocks}
             assert tenants <= {request.tenant.name, None}
 
-    def _step(self) -> None:
+    def _plan(self) -> StepPlan:
         scheduler = self.scheduler
         plan = scheduler.start_step()
         while scheduler.admit_next(plan, 0) is not None:
@@ -127,6 +149,10 @@ class Engine(RuleBasedStateMachine):
         assert plan.decodes or plan.chunks
         computed = len(plan.decodes) + sum(chunk.tokens for chunk in plan.chunks)
         assert computed == scheduler.limits.max_num_batched_tokens - plan.budget
+        return plan
+
+    def _step(self) -> None:
+        scheduler, plan = self.scheduler, self._plan()
         if (moves := scheduler.tables.take_moves()) is not None:
             self._move(moves)
         self._compute(plan)

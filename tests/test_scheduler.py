@@ -302,3 +302,54 @@ def test_tenants_that_both_wait_are_served_alike(
     while a.waiting and b.waiting:
         step(scheduler)
         assert abs(a.served - b.served) <= bound
+
+
+def preempted_by_recompute(swap_blocks: int) -> tuple[Scheduler, Request]:
+    """Two answers that lost their blocks and whose prompt has begun to be computed again."""
+    limits = Limits(4, 10, 256, 4, kv_blocks=40, swap_blocks=swap_blocks)
+    scheduler, (asked,) = scheduler_of(limits, request(0, 30, output=20, n=2))
+    for _ in range(5):
+        step(scheduler)
+    held = scheduler.host.take(swap_blocks)
+    scheduler._preempt(scheduler.running.pop())
+    scheduler.host.release(set(held))
+    assert shown(step(scheduler)) == ([], [(0, 0, 10)], [])
+    return scheduler, asked
+
+
+def test_when_the_first_answer_ends_the_next_one_computes_what_they_share() -> None:
+    scheduler, asked = preempted_by_recompute(0)
+    first, second = asked.sequences
+    scheduler.end_sequence(first)
+    assert [shown(step(scheduler))[1] for _ in range(3)] == [
+        [(0, 10, 10)],
+        [(0, 20, 10)],
+        [(0, 30, 3)],
+    ]
+    assert (asked.sequences, second.output_tokens) == ([second], 4)
+    assert asked.account.recomputed_tokens == 32
+
+
+def test_answers_that_share_a_prompt_not_whole_are_dropped_not_swapped() -> None:
+    scheduler, asked = preempted_by_recompute(40)
+    scheduler._preempt(scheduler.running.pop())
+    assert (asked.host_tables, scheduler.host.free) == ([], 40)
+    assert [shown(step(scheduler))[1] for _ in range(4)][0] == [(0, 0, 10)]
+
+
+def test_a_plan_taken_back_is_made_again() -> None:
+    scheduler, (asked, _) = scheduler_of(
+        LIMITS, request(0, 6, output=3, n=2), request(1, 2, output=3)
+    )
+    plan = scheduler.start_step()
+    while scheduler.admit_next(plan, 0) is not None:
+        pass
+    assert shown(plan) == ([], [(0, 0, 6), (1, 0, 2)], [])
+    scheduler.take_back(plan)
+    assert shown(step(scheduler)) == shown(plan)
+    assert [one.output_tokens for one in asked.sequences] == [1, 1]
+    while scheduler.running:
+        step(scheduler)
+    # Prompt and both answers, less the last token of each.
+    assert asked.computed_tokens == 6 + 2 * 2
+    assert (scheduler.kv.used, scheduler.seats) == (0, 0)

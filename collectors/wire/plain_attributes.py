@@ -3,7 +3,6 @@
 Read at once, these cost half of what four turns of the scanner's loop do (two fifths of a scan).
 """
 
-# mypy: disable-error-code="call-arg, return-value, var-annotated"
 # numba's intrinsics and numbers are not typed as they are called, as in the other kernels.
 
 import numpy as np

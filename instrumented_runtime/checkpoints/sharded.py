@@ -89,7 +89,7 @@ def save_shard(
 ) -> ShardIo:
     """Write and sync the shard of one rank; it counts once `commit` has named it.
 
-    Every rank calls it. Raises CheckpointError with the shard's path where the disk is full or gone.
+    Every rank calls it. Raises CheckpointError with the path where the disk is full or gone.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -139,8 +139,7 @@ def commit(folder: Path, step: int, identity: Identity) -> Manifest:
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints that were committed, oldest first."""
-    found = (place for place in folder.glob(f"{_PREFIX}*") if (place / MANIFEST).is_file())
-    return sorted(int(place.name.removeprefix(_PREFIX)) for place in found)
+    return sorted(step for step, place in _places(folder) if (place / MANIFEST).is_file())
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
@@ -261,8 +260,8 @@ def _tidy(folder: Path, newest: int) -> None:
             _place(folder, ahead).replace(aside)
         for old in steps(folder)[:-KEPT]:
             _drop(_place(folder, old))
-        for place in folder.glob(f"{_PREFIX}*"):
-            if place.name < _place(folder, newest).name and not (place / MANIFEST).exists():
+        for step, place in _places(folder):
+            if step < newest and not (place / MANIFEST).exists():
                 shutil.rmtree(place, ignore_errors=True)  # killed while it was saved
 
 
@@ -284,6 +283,12 @@ def _place(folder: Path, step: int) -> Path:
     if step < 0:
         raise UsageError(f"step {step} is before the first")
     return folder / f"{_PREFIX}{step:08d}"
+
+
+def _places(folder: Path) -> list[tuple[int, Path]]:
+    """Return the folders of all checkpoints, those that were not committed too."""
+    named = [(place.name.removeprefix(_PREFIX), place) for place in folder.glob(f"{_PREFIX}*")]
+    return [(int(number), place) for number, place in named if number.isdecimal()]
 
 
 def shard_name(rank: int, ranks: int) -> str:

@@ -139,6 +139,21 @@ class KvTables:
             sequence.stored = first.stored
         request.tail_shared = bool(others) and len(first.tokens) % self.blocks.block_size != 0
 
+    def unshare_prompt(self, request: Request) -> None:
+        """Undo `share_prompt` and the fork before it: no choice has got a token."""
+        for sequence in request.sequences[1:]:
+            self.blocks.release(sequence.blocks)
+        del request.sequences[1:]
+        request.forked = request.tail_shared = False
+
+    def inherit(self, heir: Sequence, ended: Sequence) -> None:
+        """Let another sequence go on with the blocks they share where the first one ended.
+
+        Only the first computes them again after a preemption; the others count on it.
+        """
+        heir.computed = min(heir.computed, ended.computed)
+        heir.stored = min(heir.stored, ended.stored)
+
     def store_full(self, sequence: Sequence) -> None:
         """Make the blocks that `computed` has just filled findable."""
         full = sequence.computed // self.blocks.block_size
@@ -184,7 +199,12 @@ class KvTables:
     # --- swapping ---
 
     def swap_out(self, request: Request) -> bool:
-        """Preempt by swap: move what is computed to the host; False if it has no room."""
+        """Preempt by swap: move what is computed to the host; False if it has no room.
+
+        False also while several sequences are computed again: what they share is not whole yet.
+        """
+        if len(request.sequences) > 1 and not request.decoding:
+            return False
         size = self.blocks.block_size
         kept = [one.blocks[: blocks_for(one.computed, size)] for one in request.sequences]
         unique = list(dict.fromkeys(block for table in kept for block in table))

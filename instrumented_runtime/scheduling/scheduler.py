@@ -93,6 +93,15 @@ class Scheduler:
         """Return when a request held back may be admitted, or a deadline comes (monotonic ns)."""
         return self.waiting.next_event_ns()
 
+    def take_back(self, plan: StepPlan) -> None:
+        """Undo a plan that could not be computed; the next one plans its tokens anew.
+
+        Blocks given stay with who got them.
+        """
+        for chunk in plan.chunks:
+            if len(chunk.samples) > 1:
+                self.tables.unshare_prompt(chunk.sequence.of)
+
     def finish_step(self, plan: StepPlan) -> None:
         """Note what the step computed. Tokens sampled are appended by the caller, after this."""
         size, store = self.kv.block_size, self.limits.prefix_cache
@@ -126,11 +135,14 @@ class Scheduler:
             self.remove(request)
             return True
         self.tables.release(sequence)
+        was_first = sequence is request.sequences[0]
         request.sequences.remove(sequence)
         if request in self.waiting:
             self.waiting.recount(request)
         else:
             self.seats -= 1
+            if was_first:
+                self.tables.inherit(request.sequences[0], sequence)
             # The one that was left to compute again may be the one that has ended.
             request.decoding = request.decoding or not request.remaining
         return False

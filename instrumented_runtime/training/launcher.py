@@ -17,6 +17,7 @@ from perfledger.instrumented_runtime.child_processes import (
     spawn_train_rank,
 )
 from perfledger.instrumented_runtime.parallel.layout import Layout, RankPlace
+from perfledger.instrumented_runtime.records import ShardMoved
 from perfledger.instrumented_runtime.training.messages import (
     Finished,
     Joined,
@@ -45,6 +46,8 @@ class TrainRun:
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: dict[int, RankFailed] = field(default_factory=dict)
     telemetry: TelemetryReport | None = None
+    shards: list[ShardMoved] = field(default_factory=list)
+    passed_over: tuple[str, ...] = ()  # newer checkpoints, and why they were not loaded
 
     def complete_steps(self) -> list[dict[int, StepDone]]:
         """Return the steps that every rank has ended."""
@@ -62,6 +65,8 @@ class TrainRun:
             while len(self.steps) <= message.number:
                 self.steps.append({})
             self.steps[message.number][message.rank] = message
+        elif isinstance(message, ShardMoved):
+            self.shards.append(message)
         elif isinstance(message, Finished):
             self.finished[message.rank] = message
         else:
@@ -153,13 +158,18 @@ def _failure(
     quiet = [rank for rank in ranks if rank not in run.failed and rank not in run.finished]
     said_nothing = ", ".join(rank_name(layout, rank) for rank in quiet)
     # Foreseen errors of a peer that is gone come last: they are effects.
-    first = min(run.failed.values(), key=lambda one: (not one.misused, not one.unexpected))
+    first = min(run.failed.values(), key=_distance)
     if first.misused:
         return UsageError(first.what)
     if first.unexpected:
         where = f"{said_nothing} said nothing" if quiet else ""
         return PerfledgerError(f"{rank_name(layout, first.rank)}: {first.what}", where=where)
     return PerfledgerError(first.what)
+
+
+def _distance(failed: RankFailed) -> tuple[bool, bool, bool]:
+    """Order failures by how near they are to the cause."""
+    return not failed.misused, not failed.unexpected, failed.effect
 
 
 def rank_name(layout: Layout, rank: int) -> str:
@@ -177,7 +187,8 @@ def _silent(run: TrainRun) -> PerfledgerError:
         limit_s, what = run.options.join_timeout_s + START_S, "has not joined"
     else:
         last = run.steps[-1] if run.steps else {}
+        number = max(len(run.steps), run.options.first_step)
         missing = (everyone - set(last)) or everyone
-        limit_s, what = run.options.step_timeout_s, f"has not ended step {len(run.steps)}"
+        limit_s, what = run.options.step_timeout_s, f"has not ended step {number}"
     names = ", ".join(rank_name(layout, rank) for rank in sorted(missing))
     return PerfledgerError(f"{names} {what} in {limit_s:.0f} s", fix="a longer --step-timeout")

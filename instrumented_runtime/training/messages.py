@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from perfledger.instrumented_runtime.records import ShardMoved
 from perfledger.instrumented_runtime.training.traffic import Traffic
+from perfledger.schema.errors import PerfledgerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class RankFailed(NamedTuple):
     what: str
     misused: bool  # it could never work as asked
     unexpected: bool  # an error that nobody foresaw: its process has printed the trace
+    effect: bool = False  # of what failed on another rank
 
 
-Message = Joined | StepDone | Finished | RankFailed
+class PeerDidNotSaveError(PerfledgerError):
+    """Another rank could not save its shard; it says itself why."""
+
+
+Message = Joined | StepDone | ShardMoved | Finished | RankFailed

@@ -13,6 +13,7 @@ SCHEDULES = ("1f1b", "gpipe")
 PAIRS = (frozenset({"tp", "pp"}), frozenset({"fsdp", "tp"}), frozenset({"dp", "ep"}))
 MAX_WORLD = 64
 MAX_TOKENS = 16 * 1024 * 1024  # of one step
+NEWEST = -1  # in the place of a step to resume at
 DATA_DIMENSIONS = ("dp", "fsdp", "ep")  # whose ranks see different sequences
 
 
@@ -35,6 +36,10 @@ class TrainOptions:
     join_timeout_s: float = 60.0  # for all ranks to meet
     step_timeout_s: float = 300.0  # without a sign of a rank before the run is given up
     save: str = ""  # file for the whole model's parameters (safetensors)
+    checkpoint: str = ""  # folder of the checkpoints; empty: none
+    checkpoint_every: int = 0  # steps; 0: at the end only
+    resume: int | None = None  # step of the checkpoint to go on with; NEWEST: the newest good one
+    first_step: int = 0  # steps that were done before this run
     run_id: str = ""  # resource attribute perfledger.run.id
     service_name: str = "perfledger-train"
     telemetry: bool = True
@@ -67,6 +72,7 @@ def check(options: TrainOptions) -> None:
     _check_ranges(options)
     _check_combination(options)
     _check_divisions(options)
+    _check_checkpoints(options)
 
 
 def _check_ranges(options: TrainOptions) -> None:
@@ -128,3 +134,16 @@ def _check_divisions(options: TrainOptions) -> None:
         raise UsageError(
             f"1f1b needs a microbatch for each of {layout.pp} stages, not {options.pieces}"
         )
+
+
+def _check_checkpoints(options: TrainOptions) -> None:
+    if options.checkpoint_every < 0:
+        raise UsageError("checkpoint_every must be at least 0")
+    if not options.checkpoint:
+        if options.checkpoint_every or options.resume is not None:
+            raise UsageError("the folder of the checkpoints is missing", fix="--checkpoint FOLDER")
+        return
+    folder = Path(options.checkpoint)
+    there = next(place for place in (folder, *folder.resolve().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError("cannot write checkpoints there", where=options.checkpoint)

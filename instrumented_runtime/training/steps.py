@@ -60,7 +60,7 @@ class Trainer:
         else:
             self._pass = WholePass(self.model, self.parts)
         # One tensor at a time: the parameters may lie on different meshes.
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self.model.decoder.parameters(), lr=options.learning_rate, foreach=False
         )
 
@@ -69,9 +69,9 @@ class Trainer:
         tokens, targets = share_of(number, self._options, self._place)
         loss = self._pass.run(tokens.to(self._device), targets.to(self._device))
         with self.parts.part("optimizer"):
-            self._optimizer.step()
-        held = held_by(self.model.decoder, self._optimizer, self._copies, self._device)
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        held = held_by(self.model.decoder, self.optimizer, self._copies, self._device)
+        self.optimizer.zero_grad()
         return loss, held
 
 

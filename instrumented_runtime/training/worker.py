@@ -17,10 +17,12 @@ from perfledger.instrumented_runtime.collectives.observed import NOT_OBSERVED
 from perfledger.instrumented_runtime.collectives.recording import RingSink
 from perfledger.instrumented_runtime.engine import prepare_process
 from perfledger.instrumented_runtime.parallel.layout import RankPlace
+from perfledger.instrumented_runtime.records import ShardMoved
 from perfledger.instrumented_runtime.training.messages import (
     Finished,
     Joined,
     Message,
+    PeerDidNotSaveError,
     RankFailed,
     StepDone,
 )
@@ -51,6 +53,8 @@ def main(
     try:
         Rank(options, place, connection, ring_name).train()
         lifeline.join()  # peers may still read what this rank sent last
+    except PeerDidNotSaveError as error:
+        _say(connection, RankFailed(place.rank, str(error), False, False, effect=True))
     except PerfledgerError as error:
         _say(connection, RankFailed(place.rank, str(error), isinstance(error, UsageError), False))
     except Exception as error:
@@ -85,6 +89,7 @@ class Rank:
             self._train(device, threads)
 
     def _train(self, device: "torch.device", threads: int) -> None:
+        from perfledger.instrumented_runtime.training.checkpointing import RankCheckpoints
         from perfledger.instrumented_runtime.training.sharding import shard_elements
         from perfledger.instrumented_runtime.training.steps import Trainer
 
@@ -93,8 +98,13 @@ class Rank:
         elements = shard_elements(trainer.model)
         backend = "none" if self._peers is None else _backend(device)
         self._say(Joined(self._place.rank, os.getpid(), str(device), backend, elements, threads))
-        for number in range(self._options.steps):
+        checkpoints = RankCheckpoints(
+            self._options, self._place, self._peers, trainer, self._shard_moved
+        )
+        checkpoints.load()
+        for number in range(self._options.first_step, self._options.steps):
             self._say(self._step(trainer, traffic, number))
+            checkpoints.save_if_due(number + 1)
         self._say(Finished(self._place.rank, self._save(trainer, traffic)))
 
     def _step(self, trainer: "Trainer", traffic: TrafficCount, number: int) -> StepDone:
@@ -126,6 +136,11 @@ class Rank:
         if not any(at.values()):
             save_file(whole, stage_file(self._options.save, stage))
         return traffic.take((), SAVE)
+
+    def _shard_moved(self, moved: ShardMoved) -> None:
+        if self._recorder is not None:
+            self._recorder.shard(moved)
+        self._say(moved)
 
     def _say(self, message: Message) -> None:
         _say(self._connection, message)
