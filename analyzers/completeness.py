@@ -22,7 +22,8 @@ from perfledger.schema.tables import SPANS
 DEFINITIONS: Mapping[str, str] = {
     "without_steps": "ok requests that no engine step is linked to",
     "missing_spans": "ok requests without such a span, by its name",
-    "untimed_tokens": "output tokens told by the roots of ok requests, beyond the token times",
+    "untimed_tokens": "output tokens told by the roots of ok requests, beyond the token times"
+    " (one of a step for all choices of a request)",
     "telemetry_gaps": "telemetry_dropped spans of the service while these requests were served",
     "records_dropped": "records that the runtime says it lost in these gaps",
     "lost_on_the_way": "spans and request records that the service says it lost on the way to the"
@@ -108,15 +109,11 @@ def completeness(
     not_derived, unsettled, differing, without_root = _compare(selection, requests, now_ns)
     kept_by_chance, stand_for = _kept_by_chance(selection)
     first_ns, last_ns = requests["arrival_ns"].min(), requests["end_ns"].max()
-    timed = pl.col("token_times_ns").list.len().fill_null(0)
-    untimed = requests.filter(pl.Series(ok)).select(
-        (pl.col("output_tokens") - timed).clip(lower_bound=0).sum()
-    )
     return Completeness(
         requests=len(requests),
         without_steps=requests.filter(pl.Series(ok))["steps"].null_count(),
         missing_spans=_missing_spans(traces, requests, ok),
-        untimed_tokens=untimed.item(),
+        untimed_tokens=_untimed_tokens(selection, requests.filter(pl.Series(ok))),
         telemetry_gaps=gaps,
         records_dropped=dropped,
         lost_on_the_way=lost_on_the_way(selection, first_ns, last_ns),  # type: ignore[arg-type]
@@ -129,6 +126,26 @@ def completeness(
         stand_for=stand_for,
         without_root=without_root,
     )
+
+
+def _untimed_tokens(selection: Selection, requests: pl.DataFrame) -> int:
+    """Count the tokens beyond the token times; the choices of a request have theirs together."""
+    timed = pl.col("token_times_ns").list.len().fill_null(0).cast(pl.Int64)
+    few = requests.select(*_IDS, "output_tokens", timed=timed).filter(
+        pl.col("output_tokens") > pl.col("timed")
+    )
+    if few.is_empty():
+        return 0
+    roots = selection.spans().join(few.select(_IDS).lazy(), on=_IDS, how="semi")
+    told = roots.select(*_IDS, "attributes").collect().explode("attributes").unnest("attributes")
+    choices = (
+        told.filter(pl.col("key") == "gen_ai.request.choice.count")
+        .group_by(_IDS)
+        .agg(choices=pl.col("int").max())
+    )
+    few = few.join(choices, on=_IDS, how="left")
+    untimed = pl.col("output_tokens") - pl.col("timed") * pl.col("choices").fill_null(1)
+    return int(few.select(untimed.clip(lower_bound=0).sum()).item())
 
 
 def why_nothing(selection: Selection, found: NoDataError) -> NoDataError:

@@ -1,6 +1,6 @@
 """Decode at batch 1 against the memory bandwidth of a CUDA device: one command, some minutes.
 
-    python benchmarks/gpu_roofline.py [--device cuda:0] [--shape 8b|1b] [--context 1024]
+    python benchmarks/gpu_roofline.py [--device cuda:0] [--shape 8b|1b|tiny] [--context 1024]
 
 A decode step at batch 1 reads every weight and the KV cache once, so it cannot take less than
 their bytes over the bandwidth. The ceiling is measured in the same run: the best of some copies of
@@ -21,7 +21,7 @@ import torch
 from perfledger.instrumented_runtime.attention import DecodeRows, PagedKvCache, StepRows
 from perfledger.instrumented_runtime.checkpoints.config import parse_config
 from perfledger.instrumented_runtime.checkpoints.weights import expected_shapes
-from perfledger.instrumented_runtime.model import Decoder
+from perfledger.instrumented_runtime.model import build_decoder
 from perfledger.instrumented_runtime.sampling import greedy
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
@@ -29,8 +29,12 @@ from recording import write_result  # noqa: E402
 
 GOAL = "decode at batch 1 at least 0.6 of the bandwidth that a copy reaches on the same device"
 BLOCK_SIZE, STEPS, WARM_UP, COPIES = 16, 64, 8, 20
-# hidden, intermediate, layers, heads, KV heads: Llama 3's 8B and 3.2's 1B.
-SHAPES = {"8b": (4096, 14_336, 32, 32, 8), "1b": (2048, 8192, 16, 32, 8)}
+# hidden, intermediate, layers, heads, KV heads: one to try the script, Llama 3's 8B, 3.2's 1B.
+SHAPES = {
+    "tiny": (128, 256, 2, 4, 2),
+    "8b": (4096, 14_336, 32, 32, 8),
+    "1b": (2048, 8192, 16, 32, 8),
+}
 
 
 def config_of(shape: str) -> dict[str, Any]:
@@ -59,16 +63,23 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def copy_bytes_per_s(device: torch.device) -> float:
     """Return the best bandwidth of copies within the device's memory, read and write counted."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=device)
+    size = 2**31 if device.type == "cuda" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(COPIES):
-        torch.cuda.synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
     return best
 
@@ -82,14 +93,14 @@ def decode_s(shape: str, context: int, device: torch.device) -> tuple[list[float
     }
     lookup = tensors["model.embed_tokens.weight"].nbytes  # one row of it is read
     weights = sum(tensor.nbytes for tensor in tensors.values()) - lookup
-    model = Decoder(config, tensors, dtype, device)
+    model = build_decoder(tensors, config, dtype, device)
     blocks = -(-(context + WARM_UP + STEPS + 1) // BLOCK_SIZE)
     cache = PagedKvCache(config, blocks, BLOCK_SIZE, dtype, device)
     kv = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize * context
     token, times = 3, []
     for position in range(context, context + WARM_UP + STEPS):
         held = position // BLOCK_SIZE + 1
-        torch.cuda.synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         rows = StepRows(
             torch.tensor([token], device=device),
@@ -115,15 +126,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--context", type=int, default=1024)
     asked = parser.parse_args()
-    if not torch.cuda.is_available():
+    device = torch.device(asked.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured")
         return
-    device = torch.device(asked.device)
     ceiling = copy_bytes_per_s(device)
     times, least_bytes = decode_s(asked.shape, asked.context, device)
     step_s = statistics.median(times)
     share = least_bytes / step_s / ceiling
     print(f"copy {ceiling / 1e9:.0f} GB/s, step {step_s * 1e3:.2f} ms, {share:.2f} of the ceiling")
+    if device.type != "cuda":
+        return  # to try the script: a CPU's caches hold the weights, and the share says nothing
     result = {
         "device": torch.cuda.get_device_name(device),
         "shape": asked.shape,

@@ -106,7 +106,7 @@ def show_answer(args: argparse.Namespace) -> int:
 def run_fault(args: argparse.Namespace) -> int:
     """Run the command; return its exit code. Raises UsageError before anything is started."""
     from perfledger.instrumented_runtime.faults.bringing_about import Prepared, brought_about
-    from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, Fault
+    from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, Fault, strength
     from perfledger.instrumented_runtime.faults.sealing import NO_FAULT, Answer, new_salt, seal
 
     arguments = tuple(args.command)
@@ -120,7 +120,7 @@ def run_fault(args: argparse.Namespace) -> int:
         fault = random.Random(args.seed).choice([*BY_NAME.values(), None])
     elif (fault := BY_NAME.get(args.fault)) is None:
         raise UsageError(f"there is no fault {args.fault!r}", fix="perfledger fault list")
-    amount = 0.0 if fault is None else fault.amount if args.amount is None else args.amount
+    amount = 0.0 if fault is None else strength(fault, args.amount)
     name, blamed = (fault.name, fault.blamed) if fault else (NO_FAULT, ())
     answer = Answer(name, amount, blamed, time.time_ns(), new_salt())
     print(f"answer  {args.answer}, digest {seal(answer, args.answer, args.store)}", flush=True)
@@ -128,8 +128,12 @@ def run_fault(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if fault is None:
             return _run(prepared.command, prepared.environment)
-        with brought_about(fault, amount, prepared, Path(folder)) as under:
-            return _run(under.command, under.environment)
+        try:
+            with brought_about(fault, amount, prepared, Path(folder)) as under:
+                return _run(under.command, under.environment)
+        except UsageError:  # refused before anything was started
+            args.answer.unlink()
+            raise
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

@@ -188,10 +188,10 @@ def _add_checkpoints(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--resume",
         nargs="?",
-        type=_integer(1, 2**31 - 1),
+        type=_checkpoint_step,
         const=NEWEST,
         metavar="STEP",
-        help="go on at the checkpoint of that step, or at the newest good one",
+        help="go on at the checkpoint of that step, or at the newest good one (newest)",
     )
 
 
@@ -249,6 +249,11 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _checkpoint_step(text: str) -> int:
+    """Parse a step; "newest" is for settings, which cannot be a flag without a value."""
+    return NEWEST if text == "newest" else _integer(1, 2**31 - 1)(text)
 
 
 def _seconds(text: str) -> float:

@@ -14,7 +14,7 @@ Ages are of the caller's monotonic clock.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,25 +22,29 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from perfledger.collectors.derived_rows import (
+    Derived,
+    as_table,
+    derive_what_can_be,
+    empty_rows,
+)
+from perfledger.collectors.held_spans import (
+    NEVER_READ,
+    Arrived,
+    held_rows,
+    owners_of,
+    rows_since,
+)
 from perfledger.schema.attributes import COLLECTIVE_NAME, STEP_NAMES
-from perfledger.schema.columns import Table
 from perfledger.schema.derive import request_rows, step_rows
 from perfledger.schema.derive_collectives import collective_rows, is_collective
-from perfledger.schema.intervals import Ints
 from perfledger.schema.request_roots import is_request_root
-from perfledger.schema.span_ids import SpanIds, SpanIndex
 from perfledger.schema.tables import COLLECTIVES, REQUESTS, SPANS, STEPS
 
 _SECOND_NS = 1_000_000_000
-_DEEPEST = 64  # spans between a span and its request
-_MOST_DEFECTS = 16  # of one batch, before the rest of it is given up
 _MOST_REQUESTS = 1_000_000  # remembered, so that a root sent again makes no row
 _IDS = ["trace_id", "span_id"]
 _PARENT_IDS = ["trace_id", "parent_span_id"]
-# Columns that nothing derived is made from, or only from those of steps: most of the bytes.
-_NEVER_READ = ("resource_attributes", "events", "status_message", "trace_state")
-_READ_OF_STEPS = ("attributes", "links")
-_TOLD_BY = ["name", "kind", "operation", "model"]
 _NOT_CONTENT = ("version", "received_ns")
 
 COUNTS = (
@@ -89,39 +93,6 @@ class Settled:
     defects: tuple[Exception, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    """Spans that came together, narrow; `matters` is whether one is a request's root or a step."""
-
-    rows: pa.Table
-    seen_ns: int
-    matters: bool
-
-    @classmethod
-    def of(cls, spans: pa.Table, seen_ns: int) -> "_Arrived":
-        is_step = pc.is_in(spans["name"], value_set=pa.array(sorted(STEP_NAMES)))
-        has_steps = pc.any(is_step).as_py() or False
-        has_roots = pl.DataFrame(spans.select(_TOLD_BY)).select(is_request_root().any()).item()
-        rows = spans.drop_columns([*_NEVER_READ, *_READ_OF_STEPS])
-        if has_steps:
-            kept = pc.if_else(is_step, pa.array(range(spans.num_rows)), None)
-            for name in _READ_OF_STEPS:
-                rows = rows.append_column(name, spans[name].take(kept))
-        return cls(rows, seen_ns, has_steps or bool(has_roots))
-
-    def frame(self) -> pl.DataFrame:
-        """Return the rows with all columns of SPANS, null where nothing is read."""
-        kinds = _EMPTY_SPANS.schema
-        frame = pl.DataFrame(self.rows)
-        missing = [pl.lit(None, kinds[n]).alias(n) for n in kinds if n not in frame.columns]
-        return _held(frame.with_columns(missing).select(SPANS.names()).cast(kinds), self.seen_ns)
-
-    def last_ns(self) -> int:
-        """Return when the last span ended; a nonsense end in the future counts as arrived."""
-        ends = pc.min_element_wise(self.rows["end_ns"], self.rows["received_ns"])
-        return int(pc.max(ends).as_py())
-
-
 class Settling:
     """`add` may be called from one thread while another one is in `settle`."""
 
@@ -130,12 +101,12 @@ class Settling:
         # Read from other threads, so no key comes later.
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._checks_ns = self.limits.checks_ns
-        self._arrived: deque[_Arrived] = deque()
+        self._arrived: deque[Arrived] = deque()
         self._calls: deque[pa.Table] = deque()
         # Arrived, and of no use so far: there is no request or step that they might belong to.
-        self._idle: deque[_Arrived] = deque()
-        self._spans = _held(_empty(SPANS), 0)
-        self._steps = _held(_empty(STEPS), 0)
+        self._idle: deque[Arrived] = deque()
+        self._spans = held_rows(empty_rows(SPANS), 0)
+        self._steps = held_rows(empty_rows(STEPS), 0)
         self._requests: dict[Key, _Request] = {}
         self._pending: dict[Key, _Request] = {}
         # Telemetry's time: what ended before it may have been let go.
@@ -150,15 +121,16 @@ class Settling:
         """Take rows of `spans` that have just arrived."""
         spans = self._without_calls(spans)
         if spans.num_rows:
-            self._arrived.append(_Arrived.of(spans, now_ns))
+            self._arrived.append(Arrived.of(spans, now_ns))
 
     def _without_calls(self, spans: pa.Table) -> pa.Table:
         """Take the collectives among spans, and return the others."""
         is_call = pc.equal(spans["name"], COLLECTIVE_NAME)
         if not pc.any(is_call).as_py():
             return spans
-        calls = spans.filter(is_call).drop_columns([*_NEVER_READ, "links"])
-        if sum(one.num_rows for one in self._calls) + calls.num_rows <= self.limits.max_spans:
+        calls = spans.filter(is_call).drop_columns([*NEVER_READ, "links"])
+        waiting = self._calls.copy()  # in one piece: `settle` may be taking them
+        if sum(one.num_rows for one in waiting) + calls.num_rows <= self.limits.max_spans:
             self._calls.append(calls)
         else:
             self.counts["spans_let_go"] += calls.num_rows
@@ -184,7 +156,7 @@ class Settling:
         derived = spans.join(collectives, on=_IDS, how="semi").filter(is_collective())
         left = spans.join(derived, on=[*_IDS, "name"], how="anti", maintain_order="left")
         self.add(left.select(SPANS.names()).to_arrow(), now_ns)
-        self._steps = _held(steps, now_ns)
+        self._steps = held_rows(steps, now_ns)
         for key, version, content in zip(
             _keys(requests), requests["version"], _content(requests), strict=True
         ):
@@ -202,7 +174,7 @@ class Settling:
         `received_ns` is the wall clock; it stamps the rows.
         """
         calls = self._settle_calls(received_ns)
-        steps, requests = _Derived(_empty(STEPS)), _Derived(_empty(REQUESTS))
+        steps, requests = Derived(empty_rows(STEPS)), Derived(empty_rows(REQUESTS))
         try:
             self._take_arrived()
             if not self._spans.is_empty():
@@ -212,19 +184,19 @@ class Settling:
         finally:
             self._let_go(now_ns)
         return Settled(
-            _as_table(steps.rows, STEPS),
-            _as_table(requests.rows, REQUESTS),
-            _as_table(calls.rows, COLLECTIVES),
+            as_table(steps.rows, STEPS),
+            as_table(requests.rows, REQUESTS),
+            as_table(calls.rows, COLLECTIVES),
             (*steps.defects, *requests.defects, *calls.defects),
         )
 
-    def _settle_calls(self, received_ns: int) -> "_Derived":
+    def _settle_calls(self, received_ns: int) -> "Derived":
         """Make rows of the collectives that have arrived."""
         arrived = [self._calls.popleft() for _ in range(len(self._calls))]
         if not arrived:
-            return _Derived(_empty(COLLECTIVES))
+            return Derived(empty_rows(COLLECTIVES))
         spans = pl.DataFrame(pa.concat_tables(arrived))
-        derived = _derive_what_can_be(
+        derived = derive_what_can_be(
             spans, COLLECTIVES, lambda some: collective_rows(some, received_ns)
         )
         self.counts["collectives_derived"] += len(derived.rows)
@@ -241,20 +213,20 @@ class Settling:
             if len(parts) > 1:
                 self._spans = pl.concat(parts, rechunk=True)
 
-    def _settle_steps(self, until_ns: int, received_ns: int) -> "_Derived":
+    def _settle_steps(self, until_ns: int, received_ns: int) -> "Derived":
         """Make rows of the steps seen until then; their spans have served."""
         is_due = pl.col("name").is_in(list(STEP_NAMES)) & (pl.col("seen_ns") <= until_ns)
         due = self._spans.filter(is_due)
         if due.is_empty():
-            return _Derived(_empty(STEPS))
+            return Derived(empty_rows(STEPS))
         children = self._spans.join(due, left_on=_PARENT_IDS, right_on=_IDS, how="semi")
 
         def derive(some: pl.DataFrame) -> pl.DataFrame:
             theirs = children.join(some, left_on=_PARENT_IDS, right_on=_IDS, how="semi")
             return step_rows(pl.concat([some, theirs]).drop("seen_ns"), received_ns)
 
-        derived = _derive_what_can_be(due.join(self._steps, on=_IDS, how="anti"), STEPS, derive)
-        self._steps = pl.concat([self._steps, _held(derived.rows, until_ns)])
+        derived = derive_what_can_be(due.join(self._steps, on=_IDS, how="anti"), STEPS, derive)
+        self._steps = pl.concat([self._steps, held_rows(derived.rows, until_ns)])
         self._spans = self._spans.filter(~is_due).join(
             self._steps, left_on=_PARENT_IDS, right_on=_IDS, how="anti", maintain_order="left"
         )
@@ -262,7 +234,7 @@ class Settling:
         self.counts["steps_failed"] += derived.failed
         return derived
 
-    def _settle_requests(self, now_ns: int, received_ns: int, everything: bool) -> "_Derived":
+    def _settle_requests(self, now_ns: int, received_ns: int, everything: bool) -> "Derived":
         """Make rows of the requests whose next check is due and whose content has changed."""
         roots = self._spans.filter(is_request_root())
         for key, seen_ns in zip(_keys(roots), roots["seen_ns"], strict=True):
@@ -270,10 +242,10 @@ class Settling:
                 self._requests[key] = self._pending[key] = _Request(seen_ns)
         due = self._due_checks(now_ns, everything)
         if not due:
-            return _Derived(_empty(REQUESTS))
+            return Derived(empty_rows(REQUESTS))
         roots = roots.filter(pl.Series([key in due for key in _keys(roots)], dtype=pl.Boolean))
         roots = self._without_incomplete(roots)
-        derived = _derive_what_can_be(roots, REQUESTS, lambda some: self._derive(some, received_ns))
+        derived = derive_what_can_be(roots, REQUESTS, lambda some: self._derive(some, received_ns))
         changed = replace(derived, rows=self._changed(derived.rows))
         self.counts["requests_failed"] += derived.failed
         self._pass_checks(due)
@@ -306,7 +278,7 @@ class Settling:
 
     def _derive(self, roots: pl.DataFrame, received_ns: int) -> pl.DataFrame:
         if roots.is_empty():
-            return _empty(REQUESTS)
+            return empty_rows(REQUESTS)
         spans = self._spans.join(roots, on="trace_id", how="semi").drop("seen_ns")
         steps = self._steps.filter(
             (pl.col("end_ns") >= roots["start_ns"].min())
@@ -335,7 +307,7 @@ class Settling:
         """Let the spans of finished requests go; their keys stay, so that none is made anew."""
         if not finished:
             return
-        owner = _owners(self._spans)
+        owner = owners_of(self._spans)
         roots = np.unique(owner[owner >= 0])
         done = np.zeros(len(self._spans), dtype=bool)
         done[roots] = [key in finished for key in _keys(self._spans[roots])]
@@ -345,10 +317,10 @@ class Settling:
         """Let go what is too old or too much, and remember until when something is missing."""
         oldest_ns = now_ns - int(self.limits.hold_s * _SECOND_NS)
         idle_rows = self._let_idle_go(oldest_ns)
-        spans = _since(self._spans, oldest_ns).tail(max(0, self.limits.max_spans - idle_rows))
+        spans = rows_since(self._spans, oldest_ns).tail(max(0, self.limits.max_spans - idle_rows))
         self._note_gone(self._spans, len(spans), "spans_let_go")
         self._spans = spans
-        steps = _since(self._steps, oldest_ns)
+        steps = rows_since(self._steps, oldest_ns)
         while steps.estimated_size() > self.limits.max_step_bytes:
             steps = steps.tail(len(steps) // 2)
         self._note_gone(self._steps, len(steps), "steps_let_go")
@@ -383,68 +355,6 @@ class Settling:
         self._let_go_ns = max(self._let_go_ns, end_ns)
 
 
-@dataclass(frozen=True)
-class _Derived:
-    """Rows, and how many could not be made, with some of the errors."""
-
-    rows: pl.DataFrame
-    failed: int = 0
-    defects: tuple[Exception, ...] = ()
-
-
-def _derive_what_can_be(
-    batch: pl.DataFrame, table: Table, derive: Callable[[pl.DataFrame], pl.DataFrame]
-) -> _Derived:
-    """Derive a batch; where that raises, its halves, so that one that cannot be goes alone."""
-    defects: list[Exception] = []
-    parts, failed, todo = [_empty(table)], 0, [batch]
-    while todo:
-        some = todo.pop()
-        if some.is_empty():
-            continue
-        try:
-            rows = derive(some)
-            _as_table(rows, table)
-        # What is wrong here is ours, not the sender's; the caller tells of it.
-        except Exception as defect:
-            if len(some) == 1 or len(defects) >= _MOST_DEFECTS:
-                defects.append(defect)
-                failed += len(some)
-            else:
-                middle = len(some) // 2
-                todo += [some[middle:], some[:middle]]
-        else:
-            parts.append(rows)
-    rows = pl.concat(parts).unique(_IDS, keep="first", maintain_order=True)
-    return _Derived(rows, failed, tuple(defects))
-
-
-def _owners(spans: pl.DataFrame) -> Ints:
-    """Return for each span the row of the request above it or at it, -1 where there is none."""
-    is_root = spans.select(is_request_root().fill_null(False)).to_series().to_numpy()
-    index = SpanIndex(SpanIds.of(spans["trace_id"], spans["span_id"]))
-    parent = index.find(SpanIds.of(spans["trace_id"], spans["parent_span_id"]))
-    at = np.arange(len(spans))
-    for _ in range(_DEEPEST):
-        climbing = np.flatnonzero((at >= 0) & ~is_root[at])
-        if not len(climbing):
-            break
-        at[climbing] = parent[at[climbing]]
-    at[~is_root[at]] = -1
-    return at
-
-
-def _held(rows: pl.DataFrame, seen_ns: int) -> pl.DataFrame:
-    return rows.with_columns(seen_ns=pl.lit(seen_ns, dtype=pl.Int64))
-
-
-def _since(held: pl.DataFrame, oldest_ns: int) -> pl.DataFrame:
-    """Return the rows seen at or after a time; rows are held in the order in which they came."""
-    if held.is_empty() or held["seen_ns"][0] >= oldest_ns:
-        return held
-    return held.filter(pl.col("seen_ns") >= oldest_ns)
-
-
 def _keys(rows: pl.DataFrame) -> Iterable[Key]:
     return zip(rows["trace_id"].to_list(), rows["span_id"].to_list(), strict=True)
 
@@ -452,16 +362,3 @@ def _keys(rows: pl.DataFrame) -> Iterable[Key]:
 def _content(requests: pl.DataFrame) -> list[int]:
     """Return a hash of each row, but for when and how often it was written."""
     return requests.drop(_NOT_CONTENT).hash_rows(seed=0).to_list()
-
-
-def _empty(table: Table) -> pl.DataFrame:
-    return pl.DataFrame(table.arrow().empty_table())
-
-
-_EMPTY_SPANS = _empty(SPANS)
-
-
-def _as_table(rows: pl.DataFrame, table: Table) -> pa.Table:
-    if rows.is_empty():
-        return table.arrow().empty_table()
-    return rows.select(table.names()).to_arrow().cast(table.arrow())

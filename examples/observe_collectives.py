@@ -1,11 +1,13 @@
 """See the collectives of your own torch.distributed program, one span a call, in the store.
 
-Start a collector, then the program on two ranks, and ask the store:
+Start a collector, then the program on two ranks, and ask the store in Python:
 
     perfledger collect --store ./perfledger-data &
     OTEL_SERVICE_NAME=my-training torchrun --nproc-per-node 2 examples/observe_collectives.py
-    perfledger query 'SELECT op, "group", step_seq, bytes, wire_bytes, count(*) AS calls
-                      FROM collectives GROUP BY ALL ORDER BY step_seq, op'
+
+    from perfledger.schema.store import Store
+    calls = Store.at("./perfledger-data").collect("collectives")
+    print(calls.select("rank", "step_seq", "op", "group", "bytes", "wire_bytes"))
 
 Where the spans go is OpenTelemetry's to say: OTEL_EXPORTER_OTLP_ENDPOINT and the like.
 """

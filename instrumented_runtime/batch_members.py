@@ -94,6 +94,12 @@ class BatchMembers:
         """Take a request out, or return None if its ADMIT was lost or never written."""
         return self._requests.pop(number, None)
 
+    def step_failed(self, seq: int) -> None:
+        """Step `seq` was not computed: what was planned for it has not happened."""
+        for request in self._requests.values():
+            if request.chunk is not None and request.chunk.seq == seq:
+                request.chunk = None
+
     def lose_sight(self) -> None:
         """Records are missing; any LEAVE may be among them."""
         for request in self._requests.values():

@@ -6,7 +6,7 @@ outside of steps, stands alone in the engine's trace. Times are monotonic ns.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from perfledger.instrumented_runtime.collectives.call_attributes import (
     collective_attributes,
@@ -14,14 +14,12 @@ from perfledger.instrumented_runtime.collectives.call_attributes import (
 )
 from perfledger.instrumented_runtime.collectives.observed import NOT_OBSERVED
 from perfledger.instrumented_runtime.collectives.recording import call_of, copy_of, unpack_ranks
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.records import Collective, Copy
 from perfledger.instrumented_runtime.telemetry import AttributeValue
 
-if TYPE_CHECKING:
-    from perfledger.instrumented_runtime.record_spans import FinishedSpan
-
 # Name, start, end, attributes and parent to a span of the engine's trace.
-MakeSpan = Callable[[str, int, int, dict[str, AttributeValue], int | None], "FinishedSpan"]
+MakeSpan = Callable[[str, int, int, dict[str, AttributeValue], int | None], FinishedSpan]
 
 MOST_WAITING = 16_384  # records, of a step that has not ended
 MOST_STEPS = 64  # behind, whose spans are remembered
@@ -46,7 +44,7 @@ class StepTraffic:
         self._count = 0
         self._steps: dict[int, int] = {}
 
-    def take(self, record: Collective | Copy) -> "list[FinishedSpan]":
+    def take(self, record: Collective | Copy) -> list[FinishedSpan]:
         """Take a record; return the spans that can be made now."""
         traffic = _of_collective(record) if isinstance(record, Collective) else _of_copy(record)
         seq = record.step_seq
@@ -56,7 +54,7 @@ class StepTraffic:
         self._count += 1
         return self.leave() if self._count > MOST_WAITING else []
 
-    def step_ended(self, seq: int, span_id: int) -> "list[FinishedSpan]":
+    def step_ended(self, seq: int, span_id: int) -> list[FinishedSpan]:
         """Return the children of a step's span, and what earlier steps without a span left."""
         mine = self._waiting.pop(seq, [])
         self._count -= len(mine)
@@ -65,14 +63,14 @@ class StepTraffic:
         self._steps[seq] = span_id
         return self.leave(before=seq) + [self._span(traffic, span_id) for traffic in mine]
 
-    def leave(self, before: int | None = None) -> "list[FinishedSpan]":
+    def leave(self, before: int | None = None) -> list[FinishedSpan]:
         """Let what waits stand alone: all, or that of steps before one."""
         gone = [seq for seq in self._waiting if before is None or seq < before]
         spans = [self._span(traffic, None) for seq in gone for traffic in self._waiting.pop(seq)]
         self._count -= len(spans)
         return spans
 
-    def _span(self, traffic: _Traffic, parent: int | None) -> "FinishedSpan":
+    def _span(self, traffic: _Traffic, parent: int | None) -> FinishedSpan:
         attributes = self._place | traffic.attributes
         return self._make(traffic.name, traffic.start_ns, traffic.end_ns, attributes, parent)
 

@@ -57,7 +57,6 @@ class Answer:
         self.submit = submit
         self.request = submit.request
         self.started = False  # a token has come
-        self.retries = 0  # how often another engine got it after one had failed
         self.open = set(range(submit.sampling.n))  # choices of which tokens are still to come
         self.admitted: Admitted | None = None  # known at the latest with the first token
         self.arrived: asyncio.Queue[Sampled | RequestFailedError] = asyncio.Queue()

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.otel_environment import protocol_of
-from perfledger.instrumented_runtime.record_spans import FinishedSpan
 from perfledger.instrumented_runtime.ring_spans import AllRings
 from perfledger.instrumented_runtime.telemetry import (
     MAX_RECORD_BYTES,

@@ -165,6 +165,22 @@ def load_decoder(
     `read_weights` does.
     """
     tensors = read_weights(folder, config, part)
+    return build_decoder(
+        tensors, config, dtype, device, quantization=quantization, part=part, groups=groups
+    )
+
+
+def build_decoder(
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str = "none",
+    part: ModelPart = WHOLE,
+    groups: Mapping[str, Group] | None = None,
+) -> Decoder:
+    """Make a model, or a part of one, of its tensors, which are used up on the way."""
     builder = _Builder(config, tensors, dtype, device, quantization, part, groups or {})
     layers = [builder.layer(index) for index in part.layers(config)]
     parameters = count_parameters(config)

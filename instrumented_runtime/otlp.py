@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from perfledger.instrumented_runtime.record_spans import FinishedSpan
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.ring_spans import AllRings
 from perfledger.schema.attributes import SCHEMA_VERSION, SCOPE_NAME
 from perfledger.schema.clocks import ClockAnchor

@@ -7,7 +7,7 @@ own record. Times stay monotonic ns. Lost records cost their own spans and nothi
 from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from perfledger.instrumented_runtime.batch_members import (
     BatchMembers,
@@ -17,9 +17,9 @@ from perfledger.instrumented_runtime.batch_members import (
 )
 from perfledger.instrumented_runtime.collective_spans import StepTraffic
 from perfledger.instrumented_runtime.expert_records import RoutedSteps
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan, SpanLink
 from perfledger.instrumented_runtime.record_attributes import (
     Attributes,
-    account_attributes,
     degrade_attributes,
     forward_end_ns,
     no_memory_attributes,
@@ -47,6 +47,12 @@ from perfledger.instrumented_runtime.records import (
     TrainStep,
 )
 from perfledger.instrumented_runtime.ring import Gap
+from perfledger.instrumented_runtime.root_spans import (
+    LeftRequest,
+    never_admitted,
+    root_counts,
+    root_span,
+)
 from perfledger.instrumented_runtime.telemetry import EngineRecord, RequestRecord
 from perfledger.instrumented_runtime.training.step_attributes import (
     part_span,
@@ -58,38 +64,6 @@ from perfledger.schema.metrics import Metric
 
 _DECODE: Attributes = {"perfledger.phase": "decode", "perfledger.tokens": 1}
 _KV_ATTRIBUTES = {name: f"perfledger.step.kv_{name}" for name in Kv._fields[1:]}
-
-
-class SpanLink(NamedTuple):
-    """A request in the batch of a step."""
-
-    trace_id: int
-    span_id: int
-    attributes: Attributes
-
-
-class FinishedSpan(NamedTuple):
-    """A span, whatever carries it. Ids are unsigned; times are monotonic ns."""
-
-    name: str
-    trace_id: int
-    span_id: int
-    parent_span_id: int | None
-    start_ns: int
-    end_ns: int
-    attributes: Attributes
-    links: tuple[SpanLink, ...] = ()
-    server: bool = False
-    error: bool = False
-
-
-class _Left(NamedTuple):
-    """What the root of a request that left the engine still wants to know."""
-
-    at_ns: int
-    reason: str
-    cached_tokens: int | None  # None: never admitted
-    account: Leave | None  # what it cost the KV cache; None: never admitted
 
 
 class RecordSpans:
@@ -106,7 +80,7 @@ class RecordSpans:
         self._engine_trace_id = random.getrandbits(128) or 1
         self._engine: Attributes = {"perfledger.replica": replica, "perfledger.rank": rank}
         self._batch = BatchMembers()
-        self._left: dict[int, _Left] = {}
+        self._left: dict[int, LeftRequest] = {}
         self._kv: Kv | None = None  # of the coming step
         self._routed = RoutedSteps()
         self._train_parts: list[TrainPart] = []  # of the coming training step
@@ -189,7 +163,7 @@ class RecordSpans:
         request = self._batch.leave(leave.request)
         if request is None or request.ended_ns is None:
             cached_tokens = request.cached_tokens if request else None
-            left = _Left(leave.at_ns, reason, cached_tokens, leave if request else None)
+            left = LeftRequest(leave.at_ns, reason, cached_tokens, leave if request else None)
             remember(self._left, leave.request, left)
         if request is not None:
             spans += self._close(request, leave.at_ns, reason, leave.output_tokens)
@@ -217,6 +191,7 @@ class RecordSpans:
         return [*spans, self._engine_span("degrade", at_ns, at_ns, changed)]
 
     def _no_memory(self, one: NoMemory) -> list[FinishedSpan]:
+        self._batch.step_failed(one.seq)
         request = self._named(one.request)
         if request is None:
             return []
@@ -276,57 +251,22 @@ class RecordSpans:
 
     def _finish(self, record: RequestRecord) -> list[FinishedSpan]:
         request, left = self._batch.peek(record.request), self._left.pop(record.request, None)
+        cached_tokens = left.cached_tokens if left else None
         if request is not None:
-            request.ended_ns = record.end_ns
-        root = FinishedSpan(
-            record.name,
-            record.trace_id,
-            record.span_id,
-            record.parent_span_id,
-            record.start_ns,
-            record.end_ns,
-            self._root_attributes(record, request, left),
-            server=True,
-            error=record.outcome == "error",
-        )
-        self._count_outcome(record.outcome, root.attributes)
+            request.ended_ns, cached_tokens = record.end_ns, request.cached_tokens
+        root = root_span(record, cached_tokens, left)
+        self.counts.update(root_counts(root))
         owner = request or BatchRequest(record.trace_id, record.span_id, 0)
         spans = [
             self._child(owner, s.name, s.start_ns, s.end_ns, s.attributes) for s in record.spans
         ]
-        if record.sent_ns is not None and self._never_admitted(record, request, left):
+        # If records were lost meanwhile, its ADMIT may be one.
+        sure = not self._missing and (record.sent_ns or 0) > self._gap_end_ns
+        if sure and record.sent_ns is not None and never_admitted(record, cached_tokens):
             waited: Attributes = {"perfledger.reason": "admission"}
             end_ns = left.at_ns if left else record.end_ns
             spans.append(self._child(owner, "queue", record.sent_ns, end_ns, waited))
         return [root, *spans]
-
-    def _root_attributes(
-        self, record: RequestRecord, request: BatchRequest | None, left: _Left | None
-    ) -> Attributes:
-        attributes = {**record.attributes, "perfledger.status": record.outcome}
-        if left is not None and left.account is not None:
-            attributes.update(account_attributes(left.account))
-        known = request or left
-        if known is not None and known.cached_tokens is not None:
-            attributes["gen_ai.usage.cache_read.input_tokens"] = known.cached_tokens
-        if record.outcome == "aborted" and left is not None:
-            attributes.setdefault("perfledger.reason", left.reason)
-        return attributes
-
-    def _never_admitted(
-        self, record: RequestRecord, request: BatchRequest | None, left: _Left | None
-    ) -> bool:
-        """Whether it waited until its end. If records were lost meanwhile, its ADMIT may be one."""
-        sure = not self._missing and (record.sent_ns or 0) > self._gap_end_ns
-        admitted = request is not None or (left is not None and left.cached_tokens is not None)
-        return sure and not admitted and record.outcome != "ok"
-
-    def _count_outcome(self, outcome: str, attributes: Attributes) -> None:
-        self.counts[metrics.REQUESTS, outcome] += 1
-        if outcome == "error":
-            self.counts[metrics.ERRORS, str(attributes.get("error.type", "unknown"))] += 1
-        if outcome == "aborted":
-            self.counts[metrics.ABORTS, str(attributes.get("perfledger.reason", "unknown"))] += 1
 
     # --- spans of a request ---
 

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
+from perfledger.instrumented_runtime.record_spans import RecordSpans
 from perfledger.instrumented_runtime.ring import Reader
 from perfledger.instrumented_runtime.telemetry import EngineRecord, RankRing, RequestRecord
 from perfledger.schema import metrics
@@ -42,9 +43,9 @@ class RingSpans:
         if self._known:
             yield from self.read()
             yield self.spans.end()
-            counts = self.spans.counts
-            self.spans = self._new_spans()
-            self.spans.counts = counts
+            spans = self._new_spans()
+            spans.counts = self.spans.counts  # in one piece: another thread may be counting
+            self.spans = spans
         self._known = True
         yield self.spans.feed(engine)
 

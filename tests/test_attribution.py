@@ -342,6 +342,18 @@ def test_spans_sent_twice_change_nothing(store: Path) -> None:
     assert twice.completeness == once.completeness
 
 
+def test_the_choices_of_a_request_share_its_token_times(tmp_path: Path) -> None:
+    """Two steps gave three choices two tokens each; of the other request one token has no time."""
+    choices: Row = {"attributes": [{"key": "gen_ai.request.choice.count", "int": 3}]}
+    rows = [
+        *served(1, 100, 1, output_tokens=6, **choices),
+        *served(2, 200, 2, output_tokens=7, **choices),
+    ]
+    write(tmp_path, rows)
+    found = attribute(analyzers.open(str(tmp_path)).where(service="llm"))
+    assert found.completeness.untimed_tokens == 1
+
+
 def test_loss_is_counted(tmp_path: Path) -> None:
     rows = [*served(1, 100, 1), *served(2, 200, 2), *request(3, 300, 3)[:1]]
     store = write(tmp_path, rows)

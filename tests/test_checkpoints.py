@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_disks import disk_in_memory
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perfledger.instrumented_runtime.checkpoints import smollm2
@@ -74,6 +75,16 @@ def test_reference_is_made_once_and_always_the_same(
     before = (there / "model.safetensors").stat().st_mtime_ns
     assert resolve("reference-small") == there
     assert (there / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk_in_memory(tmp_path / "disk", 1 << 20) as disk:
+        monkeypatch.setenv("PERFLEDGER_CACHE", str(disk))
+        with pytest.raises(UsageError, match="cannot make the checkpoint reference-small: .*space"):
+            resolve("reference-small")
+        assert list(disk.iterdir()) == []
 
 
 def test_two_processes_that_race_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from perfledger.instrumented_runtime.collectives.recording import (
     unpack_name,
     unpack_ranks,
 )
-from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
+from perfledger.instrumented_runtime.record_spans import RecordSpans
 from perfledger.instrumented_runtime.records import (
     BOUNDARIES,
     COLLECTIVE_OPS,

@@ -1,5 +1,7 @@
 """The table `collectives`: made from spans, matched over ranks, joined to requests."""
 
+import sys
+import threading
 from typing import Any
 
 import polars as pl
@@ -207,6 +209,28 @@ def test_settling_makes_each_row_once_and_holds_nothing() -> None:
     assert sorted(made["rank"].to_pylist()) == [0, 1]
     assert settling.settle(2, WALL_NS).collectives.num_rows == 0
     assert (settling.held_spans, settling.counts["collectives_derived"]) == (0, 2)
+
+
+def test_spans_may_arrive_while_others_are_settled() -> None:
+    settling, count = Settling(SettleLimits()), 400
+    arrived = [SPANS.from_rows([span(0, number, 0, 100)]) for number in range(count)]
+
+    def arrive() -> None:
+        for one in arrived:
+            settling.add(one, 0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads change places within a call
+    try:
+        adding = threading.Thread(target=arrive)
+        adding.start()
+        while adding.is_alive():
+            settling.settle(1, WALL_NS)
+    finally:
+        sys.setswitchinterval(before)
+        adding.join()
+    settling.settle(1, WALL_NS)
+    assert settling.counts["collectives_derived"] == count
 
 
 def test_a_collector_that_goes_on_makes_only_what_is_missing() -> None:

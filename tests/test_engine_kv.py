@@ -4,8 +4,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from stepping_engine import ROOMY, Engine, prompt_of
+from stepping_engine import ROOMY, Engine, prompt_of, small_model
+from torch import Tensor
 
+from perfledger.instrumented_runtime.attention import PagedKvCache, StepRows
 from perfledger.instrumented_runtime.messages import Admitted
 from perfledger.instrumented_runtime.record_spans import RecordSpans
 from perfledger.instrumented_runtime.records import Admit, ChoiceEnd, Chunk, Leave, Preempt
@@ -201,3 +203,36 @@ def test_a_swapped_request_that_is_aborted_leaves_nothing() -> None:
     engine.run()
     kv, host = engine.stepper.scheduler.kv, engine.stepper.scheduler.host
     assert (kv.used, host.free) == (0, host.count)
+
+
+class NoMemoryOnce:
+    """The small model, which finds no memory for its first step (how that comes: test_stepping)."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(small_model(), name)
+
+    def forward(self, rows: StepRows, cache: PagedKvCache) -> Tensor:
+        if not self._failed:
+            self._failed = True
+            raise MemoryError
+        return small_model().forward(rows, cache)
+
+
+def test_choices_whose_step_found_no_memory_begin_again(
+    choices: dict[object, list[int]],
+) -> None:
+    engine = Engine(CACHING)
+    engine.stepper._model = NoMemoryOnce()
+    engine.submit(1, prompt_of(1), n=3, **SEEDED)
+    engine.submit(9, [5] * 40)
+    engine.run()
+    assert [(one.request, one.reason) for one in engine.failed] == [(9, "out_of_memory")]
+    del engine.answers[9]
+    assert engine.answers == {key: choices[key] for key in choices if key[0] == 1}
+    (left,) = [one for one in engine.of(Leave) if one.request == 1]
+    assert left.computed_tokens == len(prompt_of(1)) + 3 * 24 - 3
+    assert tokens_by_records(engine) == 3 * 24
+    assert engine.stepper.scheduler.kv.used == 0

@@ -27,7 +27,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from perfledger.instrumented_runtime import exporter, otlp
-from perfledger.instrumented_runtime.record_spans import FinishedSpan
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.records import (
     KINDS,
     Admit,

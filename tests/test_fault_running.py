@@ -14,15 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from small_disks import disk_in_memory
 
 from perfledger.instrumented_runtime.checkpoints.resolve import resolve
 from perfledger.instrumented_runtime.faults import catalogue
 from perfledger.instrumented_runtime.faults.bringing_about import (
     Prepared,
     brought_about,
+    telemetry_ports,
     value_of,
 )
-from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, FAULTS
+from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, FAULTS, strength
 from perfledger.instrumented_runtime.faults.checkpoint_variants import make_variant
 from perfledger.instrumented_runtime.faults.sealing import Answer, seal, unseal
 from perfledger.instrumented_runtime.faults.slow_proxy import Path as Between
@@ -42,6 +44,32 @@ def test_the_catalogue_blames_stages_that_there_are() -> None:
     assert len(BY_NAME) == len(FAULTS)
 
 
+def test_a_strength_without_effect_is_refused() -> None:
+    neighbour, quota = BY_NAME["busy_neighbour"], BY_NAME["cpu_quota"]
+    assert [strength(neighbour, asked) for asked in (None, 3)] == [2, 3]
+    assert strength(quota, 0.25) == 0.25
+    for asked in (-3, 0, 0.4, 1.5, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="is not a whole number above 0"):
+            strength(neighbour, asked)
+    with pytest.raises(UsageError, match="is not above 0"):
+        strength(quota, 0)
+    with pytest.raises(UsageError, match="volatile_template has no strength"):
+        strength(BY_NAME["volatile_template"], 1)
+
+
+def test_a_refused_fault_leaves_no_answer(tmp_path: Path) -> None:
+    answer = tmp_path / "answer.json"
+    under = ("fault", "run", "--fault", "far_client", "--answer", str(answer), "--", "train")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "perfledger", *under],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, answer.exists()) == (2, False)
+    assert "this fault stands before a server" in done.stderr
+
+
 # --- The sealed answer ----------------------------------------------------------------------------
 
 
@@ -50,6 +78,14 @@ def test_an_answer_comes_back_and_only_its_owner_reads_it(tmp_path: Path) -> Non
     digest = seal(ANSWER, path, str(tmp_path / "store"))
     assert unseal(path, digest) == ANSWER
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_answer_on_a_full_disk_is_refused_whole(tmp_path: Path) -> None:
+    with disk_in_memory(tmp_path / "disk", 1 << 16) as disk:
+        (disk / "fill").write_bytes(b"0" * (1 << 16))
+        with pytest.raises(UsageError, match="cannot write the answer: No space left"):
+            seal(ANSWER, disk / "answer.json", str(tmp_path / "store"))
+        assert [file.name for file in disk.iterdir()] == ["fill"]
 
 
 def test_an_answer_is_never_written_twice_nor_into_the_store(tmp_path: Path) -> None:
@@ -193,16 +229,28 @@ def test_a_process_takes_its_load_before_its_own_code(
 
 
 def test_a_neighbour_works_as_long_as_the_block(tmp_path: Path) -> None:
-    def children() -> list[int]:
+    def children() -> list[int]:  # their process groups
         listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True
+            ["ps", "-o", "pgid=", "--ppid", str(os.getpid())], capture_output=True, text=True
         )
-        return [int(pid) for pid in listed.stdout.split()]
+        return [int(group) for group in listed.stdout.split()]
 
     before = len(children())
     with brought_about(BY_NAME["busy_neighbour"], 2, Prepared(("serve",), {}), tmp_path):
         assert len(children()) == before + 2
+        # A Ctrl-C of our terminal would not reach them.
+        assert sum(group != os.getpgid(0) for group in children()) >= 2
     assert len(children()) == before
+
+
+def test_telemetry_crosses_to_where_the_environment_sends_it() -> None:
+    assert telemetry_ports({}) == [4317, 4318]
+    named = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:24317",
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "localhost:5000",
+        "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://127.0.0.1:none",
+    }
+    assert telemetry_ports(named) == [4317, 4318, 5000, 24317]
 
 
 def test_placement_is_inherited_and_given_back(tmp_path: Path) -> None:

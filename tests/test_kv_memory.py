@@ -143,6 +143,7 @@ class Engine(RuleBasedStateMachine):
 
     def _plan(self) -> StepPlan:
         scheduler = self.scheduler
+        self._forget_free_blocks()
         plan = scheduler.start_step()
         while scheduler.admit_next(plan, 0) is not None:
             pass
@@ -162,6 +163,14 @@ class Engine(RuleBasedStateMachine):
             # Choices differ: each samples its own number, over and over.
             if scheduler.append(sequence, 1 + sequence.choice) is not None:
                 self._end(sequence)
+
+    def _forget_free_blocks(self) -> None:
+        """What nobody holds or finds is not there to be read, though nobody wrote over it yet."""
+        kv, moves = self.scheduler.kv, self.scheduler.tables._moves
+        leaving = {block for block, _ in moves.swap_out}
+        for block in set(self.device) - leaving:
+            if not kv.references(block) and kv._hash[block] is None:
+                del self.device[block]
 
     def _move(self, moves: PlannedMoves) -> None:
         def copy(source: Slots, target: Slots, pairs: list[Move]) -> None:

@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfledger.instrumented_runtime.record_spans import FinishedSpan, RecordSpans
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
+from perfledger.instrumented_runtime.record_spans import RecordSpans
 from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
     WAIT_REASONS,
@@ -16,6 +17,7 @@ from perfledger.instrumented_runtime.records import (
     Degrade,
     Kv,
     Leave,
+    NoMemory,
     Preempt,
     Record,
     Step,
@@ -224,6 +226,30 @@ def test_a_step_without_sampling_has_no_sample_child_and_computes_to_its_end() -
         ("schedule", "decode_step", 100, 110),
         ("forward", "decode_step", 110, 200),
     ] * 2
+
+
+def test_a_step_that_found_no_memory_has_not_been() -> None:
+    spans = run(
+        admit(1, 1, 10, 20, 25),
+        chunk(1, 1, 4, 0, 1),
+        admit(2, 1, 10, 26, 27),
+        chunk(2, 1, 90, 0, 1),
+        NoMemory(2, 1, 60, 5_000, -1, 7, 9, 6),
+        leave(2, 1, 61, "out_of_memory", 0),
+        step(2, 100, 0),  # the other one is planned again later
+        chunk(1, 3, 4, 0, 1),
+        step(3, 200, 1, prefill=4),
+        leave(1, 3, 305, "length", 1),
+    )
+    held = {"step.seq": 1, "memory.process_bytes": 5_000, "kv_blocks_held": 6}
+    held |= {"step.kv_blocks_used": 7, "step.kv_blocks_total": 9}
+    of_requests = [view for view in requests_only(spans) if view[1] not in ("queue", "context")]
+    assert of_requests == [
+        ("request 2", "out_of_memory", "root", 60, 60, held),
+        ("request 1", "prefill", "root", 210, 280, {"tokens": 4, "step.seq": 3}),
+        ("request 1", "sample", "root", 280, 290, {"tokens": 1, "step.seq": 3}),
+    ]
+    assert links(spans) == {2: [], 3: [("1", "prefill", 4)]}
 
 
 def test_a_preempted_request_waits_again_and_is_computed_again() -> None:

@@ -282,6 +282,41 @@ async def test_a_rolling_restart_loses_no_request() -> None:
         assert set(before.values()).isdisjoint(after.values())
 
 
+async def test_a_replica_that_dies_while_it_drains_is_started_once() -> None:
+    spawner, started = Spawner(), []
+    spawner.before = lambda place: started.append(place.replica)
+    async with running(TWO, spawner) as (replicas, _):
+        rolling = RollingRestart(replicas)
+        held, choice = send(replicas, HOLD)
+        assert choice.replica == "0"
+        rolling.begin()
+        await until(lambda: rolling.report == "replica 0: draining", "draining")
+        os.kill(spawner.processes["0", 0].pid or 0, signal.SIGKILL)
+        await until(lambda: not rolling.running, "rolling")
+        assert rolling.report == "stopped: replica 0: the engine process ended"
+        await until(lambda: replicas["0"].state == OK, "restart")
+        assert (started, replicas["0"].starts) == (["0", "1", "0"], 2)
+        held.abort("client_disconnect")
+
+
+async def test_a_rolling_restart_for_which_there_is_no_room_is_tried_again() -> None:
+    spawner, refused = Spawner(), []
+    async with running(TWO, spawner) as (replicas, _):
+
+        def full(place: RankPlace) -> None:
+            if not refused:
+                refused.append(place.replica)
+                raise OSError(errno.EAGAIN, "no more processes")
+
+        spawner.before = full
+        rolling = RollingRestart(replicas)
+        rolling.begin()
+        await until(lambda: not rolling.running, "rolling")
+        said = "stopped: replica 0 cannot start: [Errno 11] no more processes"
+        assert (rolling.report, refused) == (said, ["0"])
+        await until(lambda: replicas["0"].state == OK, "restart")
+
+
 async def test_a_rolling_restart_of_the_only_one_that_serves_is_refused() -> None:
     async with running(RuntimeOptions(), Spawner()) as (replicas, _):
         with pytest.raises(RollingError, match="no two replicas take requests"):

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from perfledger.instrumented_runtime.record_spans import FinishedSpan
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.records import ADMIT, CHUNK, STEP
 from perfledger.instrumented_runtime.ring import Ring, Writer
 from perfledger.instrumented_runtime.ring_spans import AllRings

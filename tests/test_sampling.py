@@ -43,6 +43,15 @@ def test_frequencies_follow_the_temperature(temperature: float) -> None:
         assert abs(counts[token] / count - expected) < 4 * deviation
 
 
+def test_a_seed_below_zero_is_another_than_the_one_above() -> None:
+    def tokens(seed: int) -> list[int]:
+        one = sequence(temperature=1.0, seed=seed)
+        return [sample(torch.zeros(1, 1000), [one])[0] for _ in range(4)]
+
+    assert len({tuple(tokens(seed)) for seed in (-2, -1, 0, 1, 2)}) == 5
+    assert tokens(-1) == tokens(-1)
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits = [math.log(p) for p in PROBABILITIES]
     kept = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_disks import disk_in_memory
 
 from perfledger.instrumented_runtime.checkpoints.sharded import (
     MANIFEST,
@@ -156,6 +157,45 @@ def test_two_checkpoints_stay_and_a_damaged_one_is_passed_over_aloud(tmp_path: P
     shard_file(tmp_path, 1, 2).unlink()
     with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
         newest_good(tmp_path)
+
+
+def test_a_job_that_went_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    save(tmp_path, 2)
+    assert steps(tmp_path) == [2]
+    aside = tmp_path / "aside-step-00000003"
+    assert (aside / MANIFEST).is_file()
+    save(tmp_path, 3)
+    save(tmp_path, 2)
+    assert sorted(place.name for place in tmp_path.iterdir()) == [aside.name, "step-00000002"]
+
+
+def test_what_was_never_committed_goes_with_the_next_commit_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1)
+    save_shard(tmp_path, 2, 0, 2, tensors(0))
+    (tmp_path / "step-by-step").mkdir()
+    save(tmp_path, 3)
+    assert sorted(place.name for place in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000003",
+        "step-by-step",
+    ]
+
+
+def test_a_full_disk_is_said_with_the_path_and_leaves_nothing_that_fills_it(
+    tmp_path: Path,
+) -> None:
+    with disk_in_memory(tmp_path / "disk", 200_000) as disk:
+        save(disk)
+        large = {"w": torch.zeros(100_000)}
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            save_shard(disk, 2, 1, 2, large)
+        assert caught.value.where == str(disk / "step-00000002/shard-00001-of-00002.safetensors")
+        assert list((disk / "step-00000002").iterdir()) == []
+        assert newest_good(disk) == (read_manifest(disk, 1), [])
 
 
 SAVER = """

@@ -9,8 +9,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from perfledger.instrumented_runtime.finished_spans import FinishedSpan
 from perfledger.instrumented_runtime.otlp import SpanSender
-from perfledger.instrumented_runtime.record_spans import FinishedSpan
 from perfledger.schema.clocks import ClockAnchor
 
 SPANS = [FinishedSpan("work", 1, at + 1, None, 10, 20, {}) for at in range(9_000)]

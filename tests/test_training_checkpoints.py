@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -285,24 +286,33 @@ def test_a_damaged_only_or_named_checkpoint_ends_the_command_with_its_name(
     assert f"{name} (rank 0) is damaged: its checksum is another" in done.stderr
 
 
-def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """Its shard goes into a named pipe that is read to the middle: there it is killed."""
+SHARD = "shard-00001-of-00002"
+
+
+@pytest.mark.parametrize(
+    ("rank", "stuck", "before"),
+    [(1, f"{SHARD}.json", f"{SHARD}.safetensors"), (0, MANIFEST, f"{SHARD}.json")],
+)
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(
+    tmp_path: Path, rank: int, stuck: str, before: str
+) -> None:
+    """It comes to a file that is a named pipe without a reader, and is killed there."""
     options = replace(CASES["dp"], steps=6, checkpoint=str(tmp_path))
     run = TrainRun(options)
-    pipe = tmp_path / "step-00000004" / "shard-00001-of-00002.safetensors.part"
+    pipe = tmp_path / "step-00000004" / f"{stuck}.part"
     pipe.parent.mkdir()
     os.mkfifo(pipe)
 
     def kill() -> None:
-        with open(pipe, "rb", buffering=0) as reader:
-            assert reader.read(1000)
-            os.kill(run.joined[1].process, signal.SIGKILL)
+        while not (pipe.parent / before).exists():
+            time.sleep(0.01)
+        os.kill(run.joined[rank].process, signal.SIGKILL)
 
-    killing = threading.Thread(target=kill, daemon=True)
-    killing.start()
-    with pytest.raises(PerfledgerError, match=r"rank 1 \(dp=1\) ended with exit code -9"):
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(
+        PerfledgerError, match=rf"rank {rank} \(dp={rank}\) ended with exit code -9"
+    ):
         launch(run, lambda: None, lambda: None)
-    killing.join(10)
     manifest, passed_over = newest_good(tmp_path)
     assert (manifest.step, passed_over) == (2, [])
     pipe.unlink()
@@ -311,12 +321,12 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Pat
     again = TrainRun(replace(resumed, first_step=start.step))
     launch(again, lambda: None, lambda: None)
     assert steps(tmp_path) == [4, 6]
-    before, after = (
+    whole, after = (
         {ranks[0].number: ranks[0].loss for ranks in one.complete_steps()} for one in (run, again)
     )
-    assert list(before) == [0, 1, 2, 3] and list(after) == [2, 3, 4, 5]
+    assert list(whole) == [0, 1, 2, 3] and list(after) == [2, 3, 4, 5]
     assert {step: after[step] for step in (2, 3)} == pytest.approx(
-        {step: before[step] for step in (2, 3)}, abs=1e-6
+        {step: whole[step] for step in (2, 3)}, abs=1e-6
     )
 
 

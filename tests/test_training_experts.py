@@ -1,4 +1,4 @@
-"""Expert parallelism where all rows go to the experts of one rank: nothing breaks, nothing differs."""
+"""Expert parallelism where one rank gets all rows: nothing breaks and nothing differs."""
 
 from dataclasses import replace
 from pathlib import Path

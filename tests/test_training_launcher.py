@@ -141,6 +141,7 @@ def _in_session(process: psutil.Process, session: int) -> bool:
         ({"schedule": "zigzag"}, "'zigzag' is not a schedule"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"save": "/nowhere/at/all"}, "cannot write"),
+        ({"save": "/"}, "cannot write"),  # a folder
     ],
     ids=str,
 )

@@ -3,8 +3,6 @@
 Read at once, these cost half of what four turns of the scanner's loop do (two fifths of a scan).
 """
 
-# numba's intrinsics and numbers are not typed as they are called, as in the other kernels.
-
 import numpy as np
 
 from perfledger.collectors.wire import columns as at

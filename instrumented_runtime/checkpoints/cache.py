@@ -26,6 +26,8 @@ def made_once(name: str, recipe: Mapping[str, Any], make: Callable[[Path], None]
     It is filled under another name and renamed, so no process sees half of it; of two processes
     that race, one is kept. Raises UsageError if the cache cannot be written.
     """
+    from safetensors import SafetensorError  # also of a full disk
+
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_folder() / f"{name}-{key}"
     if folder.is_dir():
@@ -43,9 +45,13 @@ def made_once(name: str, recipe: Mapping[str, Any], make: Callable[[Path], None]
         make(unfinished)
         unfinished.chmod(0o755)
         unfinished.rename(folder)
-    except OSError:
+    except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # else another process was faster, with the same content
-            raise
+            raise UsageError(
+                f"cannot make the checkpoint {name}: {error}",
+                where=str(folder.parent),
+                fix="make room there, or set PERFLEDGER_CACHE to another folder",
+            ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from perfledger.instrumented_runtime.faults import catalogue, process_load
 from perfledger.instrumented_runtime.faults.catalogue import Fault
@@ -16,7 +17,10 @@ from perfledger.schema.errors import UsageError
 
 _SPIN = "x = 1\nwhile True: x = (x * 31 + 7) % 1000003"
 _PERIOD_US = 100_000
-_TELEMETRY_PORT = 4317
+_OTLP_PORTS = (4317, 4318)  # OTLP over gRPC and HTTP where no endpoint is named
+_OTLP_ENDPOINTS = tuple(
+    f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "TRACES_", "METRICS_", "LOGS_")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ def _with_neighbours(
     fault: Fault, amount: float, prepared: Prepared, folder: Path, stack: ExitStack
 ) -> Prepared:
     for _ in range(round(amount)):
-        neighbour = subprocess.Popen([sys.executable, "-c", _SPIN])
+        # Of a session of its own: a Ctrl-C of the terminal is not for it.
+        neighbour = subprocess.Popen([sys.executable, "-c", _SPIN], start_new_session=True)
         stack.callback(neighbour.wait)
         stack.callback(neighbour.kill)
     return prepared
@@ -127,8 +132,17 @@ def _with_thin_link(
 ) -> Prepared:
     name = stack.enter_context(thin_namespace(amount))
     inward = [_port(prepared)] if prepared.arguments[:1] == ("serve",) else []
-    stack.enter_context(crossing(name, folder, inward, [_TELEMETRY_PORT]))
+    stack.enter_context(crossing(name, folder, inward, telemetry_ports(prepared.environment)))
     return replace(prepared, before=("ip", "netns", "exec", name))
+
+
+def telemetry_ports(environment: Mapping[str, str]) -> list[int]:
+    """Return the ports that a command sends telemetry to by its OTEL_* variables, sorted."""
+    ports = set(_OTLP_PORTS)
+    for endpoint in (environment.get(name, "") for name in _OTLP_ENDPOINTS):
+        with suppress(ValueError):  # what is no port the command refuses by itself
+            ports.add(urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").port or 4317)
+    return sorted(ports)
 
 
 def _with_proxy(

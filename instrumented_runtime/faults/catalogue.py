@@ -5,7 +5,10 @@ memory is short, the link is thin. Nothing sleeps inside the stage that will be 
 unless `perfledger fault run` brings one about, and what is on is written to its answer file only.
 """
 
+import math
 from dataclasses import dataclass, field
+
+from perfledger.schema.errors import UsageError
 
 # Who brings it about.
 FLAGS, CHECKPOINT, NEIGHBOUR, PLACEMENT, PROCESS, NETWORK, CLIENT = (
@@ -88,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
         FLAGS,
         ("queue",),
         "the KV cache holds little more than one long request",
-        flags=("--kv-memory", "{amount:g}MiB"),
+        flags=("--kv-memory", "{amount:.0f}MiB"),
         amount=8,
         unit="MiB",
     ),
@@ -99,7 +102,7 @@ FAULTS: tuple[Fault, ...] = (
         "few requests are computed together, the others wait",
         1,
         "requests",
-        flags=("--max-num-seqs", "{amount:g}"),
+        flags=("--max-num-seqs", "{amount:.0f}"),
     ),
     Fault(
         "small_chunks",
@@ -108,7 +111,7 @@ FAULTS: tuple[Fault, ...] = (
         "prompts are computed in small pieces, each reading all weights again",
         16,
         "tokens",
-        flags=("--max-num-batched-tokens", "{amount:g}", "--max-num-seqs", "8"),
+        flags=("--max-num-batched-tokens", "{amount:.0f}", "--max-num-seqs", "8"),
     ),
     Fault(
         "gil_contention",
@@ -162,3 +165,20 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def strength(fault: Fault, asked: float | None) -> float:
+    """Return the amount to bring a fault about with: the one asked for, else its own.
+
+    Raises UsageError for one with which it would not be there or cannot be: what its answer names
+    is on.
+    """
+    if asked is None:
+        return fault.amount
+    if not fault.unit:
+        raise UsageError(f"{fault.name} has no strength", fix="leave out --amount")
+    whole = fault.amount == int(fault.amount)
+    if not (math.isfinite(asked) and asked > 0) or (whole and asked != int(asked)):
+        wanted = "a whole number above 0" if whole else "above 0"
+        raise UsageError(f"the strength {asked:g} is not {wanted} ({fault.unit})")
+    return asked

@@ -59,7 +59,10 @@ def crossing(
         command += [",".join(map(str, accepts)), ",".join(map(str, reaches))]
         if place == "in":
             command = ["ip", "netns", "exec", name, *command]
-        ends.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        # A Ctrl-C of the terminal is not for them: telemetry crosses until the command has ended.
+        ends.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
     try:
         for end in ends:
             assert end.stdout is not None

@@ -48,10 +48,18 @@ def seal(answer: Answer, path: Path, store: str) -> str:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise UsageError(f"cannot write the answer: {error.strerror}", where=str(path)) from None
-    with open(handle, "wb") as file:
-        file.write(_canonical(answer))
+        raise _unwritable(path, error) from None
+    try:
+        with open(handle, "wb") as file:
+            file.write(_canonical(answer))
+    except OSError as error:
+        path.unlink()
+        raise _unwritable(path, error) from None
     return answer.digest
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write the answer: {error.strerror}", where=str(path))
 
 
 def unseal(path: Path, digest: str | None = None) -> Answer:

@@ -158,7 +158,7 @@ class Replicas:
         """See Watcher."""
         self.loaded = self.loaded or all(one.ready and one.state != FAILED for one in self)
         if self.loaded and replica.state == FAILED and not self._stopping:
-            self.keep(self._after_failure(replica))
+            self.try_again(replica)
         self._on_change(replica)
 
     def refusal(self, replica: Replica, ready: Ready) -> str:
@@ -205,6 +205,10 @@ class Replicas:
             hashes,
         )
 
+    def try_again(self, replica: Replica) -> None:
+        """Start a replica again that has no processes, after a while."""
+        self.keep(self._after_failure(replica))
+
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
@@ -227,4 +231,4 @@ class Replicas:
         try:
             replica.start()
         except OSError:  # no more processes or memory just now
-            self.keep(self._after_failure(replica))
+            self.try_again(replica)

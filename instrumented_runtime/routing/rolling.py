@@ -64,9 +64,15 @@ class RollingRestart:
         try:
             self._said = f"replica {replica.number}: draining"
             await self._drain(replica)
+            if replica.state == FAILED and not replica.refused:
+                raise RollingError(replica.link.failure)  # and it is being started again already
             self._said = f"replica {replica.number}: restarting"
             await replica.stop()
-            replica.start()
+            try:
+                replica.start()
+            except OSError as error:
+                self._replicas.try_again(replica)
+                raise RollingError(f"replica {replica.number} cannot start: {error}") from error
             while replica.link.state == LOADING:
                 await asyncio.sleep(TURN_S)
             if replica.link.state != OK:

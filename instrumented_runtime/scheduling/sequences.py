@@ -154,4 +154,6 @@ def fork(request: Request) -> list[Sequence]:
 
 def _random(sampling: SamplingParams, choice: int) -> Random:
     """Return the source of a choice: seed + choice, or a random one without a seed."""
-    return Random(None if sampling.seed is None else sampling.seed + choice)
+    if sampling.seed is None:
+        return Random()
+    return Random((sampling.seed + choice) % 2**64)  # Random(-1) would be Random(1)

@@ -101,8 +101,8 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     for name, parameter in trainer.model.decoder.named_parameters():
         tensors[_parameter_key(name)] = local_part(parameter.detach())
         state = trainer.optimizer.state.get(parameter)
-        for key in ADAMW_STATE if state else ():
-            tensors[_state_key(name, key)] = local_part(state[key])
+        if state:  # none before its first gradient
+            tensors |= {_state_key(name, key): local_part(state[key]) for key in ADAMW_STATE}
     return tensors
 
 
@@ -115,7 +115,7 @@ def restore(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
     for name, parameter in trainer.model.decoder.named_parameters():
         _copy(_parameter_key(name), parameter, tensors)
         if _state_key(name, "step") not in tensors:
-            continue  # saved before its first gradient
+            continue
         state = trainer.optimizer.state[parameter]
         state["step"] = tensors.pop(_state_key(name, "step"))
         for key in ADAMW_STATE[1:]:

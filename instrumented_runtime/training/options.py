@@ -87,10 +87,14 @@ def _check_ranges(options: TrainOptions) -> None:
         raise UsageError(f"a step of more than {MAX_TOKENS} tokens does not fit")
     if options.schedule not in SCHEDULES:
         raise UsageError(f"{options.schedule!r} is not a schedule", fix=", ".join(SCHEDULES))
-    if options.save and not os.access(Path(options.save).resolve().parent, os.W_OK):
+    if options.save and not _can_be_written(Path(options.save).resolve()):
         raise UsageError("cannot write the whole model there", where=options.save)
     if options.layout.world > MAX_WORLD:
         raise UsageError(f"{options.layout.world} ranks are more than {MAX_WORLD}")
+
+
+def _can_be_written(file: Path) -> bool:
+    return not file.is_dir() and os.access(file.parent, os.W_OK)
 
 
 def _check_combination(options: TrainOptions) -> None:
