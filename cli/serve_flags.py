@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEFAULTS.model,
         metavar="NAME|FOLDER",
-        help="reference, reference-small, reference-moe, smollm2 or a Hugging Face checkpoint"
+        help="reference[-small], reference-moe[-small], smollm2 or a Hugging Face checkpoint"
         " folder (default %(default)s)",
     )
     _add_network(parser.add_argument_group("network"))

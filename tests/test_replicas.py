@@ -33,6 +33,7 @@ from perfledger.instrumented_runtime.routing.replicas import Replicas
 from perfledger.instrumented_runtime.routing.rolling import RollingError, RollingRestart
 from perfledger.instrumented_runtime.runtime_version import runtime_version
 from perfledger.schema.clocks import monotonic_ns
+from perfledger.schema.errors import PerfledgerError
 
 pytestmark = pytest.mark.anyio
 NUMBERS = itertools.count(1)
@@ -169,6 +170,22 @@ async def test_a_restart_for_which_there_is_no_room_is_tried_again() -> None:
         await until(lambda: replicas["1"].starts == 3, "second try")
         await until(lambda: replicas["1"].state == OK, "restart")
         assert (said[2:], tried, replicas.failure) == (["1 failed", "1 ok"], [0, 1, 0, 1], "")
+
+
+async def test_without_room_for_all_replicas_none_stays() -> None:
+    spawner = Spawner()
+
+    def no_room(place: RankPlace) -> None:
+        if (place.replica, place.rank) == ("1", 1):
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    spawner.before = no_room
+    replicas = Replicas(replace(TWO, tensor_parallel=2), spawner, lambda one: None)
+    with pytest.raises(PerfledgerError, match="cannot start replica 1: Resource temporarily"):
+        replicas.start()
+    assert spawner.processes.keys() >= {("0", 0), ("0", 1), ("1", 0)}
+    spawner.processes["1", 0].join(10)  # it ends with its pipe
+    assert not [one for one in spawner.processes.values() if one.is_alive()]
 
 
 async def test_a_request_that_kills_engines_does_not_kill_them_all() -> None:

@@ -149,6 +149,13 @@ class Replica(Hears):
         async with asyncio.timeout(KV_MAP_S):
             return await asked
 
+    def abandon(self) -> None:
+        """Kill its processes before any of them has served; wait for their end."""
+        self.link.shut_down()
+        self._processes.forget()
+        self._processes.kill()
+        self._processes.end()
+
     async def stop(self) -> None:
         """End its processes, in a bounded time."""
         async with self._ending:

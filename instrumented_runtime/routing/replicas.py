@@ -24,6 +24,7 @@ from perfledger.instrumented_runtime.routing.policy import pick
 from perfledger.instrumented_runtime.routing.replica import DRAINING, UNHEALTHY, Replica
 from perfledger.instrumented_runtime.runtime_version import runtime_version
 from perfledger.schema.clocks import monotonic_ns
+from perfledger.schema.errors import PerfledgerError
 
 MAX_RETRIES = 2  # of one request: it may be what the engines die of
 CHECK_S = 0.5
@@ -68,9 +69,17 @@ class Replicas:
         return self._all[number]
 
     def start(self) -> None:
-        """Start all of them, on the running event loop."""
-        for replica in self:
-            replica.start()
+        """Start all of them, on the running event loop, or none. Raises PerfledgerError."""
+        started: list[Replica] = []
+        try:
+            for replica in self:
+                replica.start()
+                started.append(replica)
+        except OSError as error:
+            for replica in started:
+                replica.abandon()
+            what = f"cannot start replica {len(started)}: {error.strerror}"
+            raise PerfledgerError(what) from None
         self.keep(self._watch_health())
 
     def keep(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":

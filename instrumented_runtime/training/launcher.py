@@ -83,9 +83,10 @@ def launch(run: TrainRun, on_joined: Callable[[], None], on_step: Callable[[], N
     options = run.options
     check(options)
     rendezvous = make_rendezvous()
-    telemetry = RunTelemetry(options) if options.telemetry else None
+    telemetry: RunTelemetry | None = None
     ranks: dict[int, tuple[BaseProcess, Connection]] = {}
     try:
+        telemetry = RunTelemetry(options) if options.telemetry else None
         for rank in range(options.layout.world):
             place = RankPlace(options.layout, rank, rendezvous)
             ring = telemetry.ring_name(rank) if telemetry else None
