@@ -105,7 +105,11 @@ def show_answer(args: argparse.Namespace) -> int:
 
 def run_fault(args: argparse.Namespace) -> int:
     """Run the command; return its exit code. Raises UsageError before anything is started."""
-    from perfledger.instrumented_runtime.faults.bringing_about import Prepared, brought_about
+    from perfledger.instrumented_runtime.faults.bringing_about import (
+        Prepared,
+        brought_about,
+        can_have,
+    )
     from perfledger.instrumented_runtime.faults.catalogue import BY_NAME, Fault, strength
     from perfledger.instrumented_runtime.faults.sealing import NO_FAULT, Answer, new_salt, seal
 
@@ -117,7 +121,8 @@ def run_fault(args: argparse.Namespace) -> int:
         )
     fault: Fault | None
     if args.fault == "any":
-        fault = random.Random(args.seed).choice([*BY_NAME.values(), None])
+        possible = [one for one in BY_NAME.values() if can_have(one, arguments)]
+        fault = random.Random(args.seed).choice([*possible, None])
     elif (fault := BY_NAME.get(args.fault)) is None:
         raise UsageError(f"there is no fault {args.fault!r}", fix="perfledger fault list")
     amount = 0.0 if fault is None else strength(fault, args.amount)

@@ -73,7 +73,7 @@ def _routes(replicas: Replicas, options: RuntimeOptions) -> list[Route]:
         states = [replica.report() for replica in replicas]
         return JSONResponse({"replicas": states, "restart": rolling.report})
 
-    async def kv(replica: Replica) -> Response:
+    async def kv(replica: Replica, _: Request) -> Response:
         if replica.state not in (OK, DRAINING, UNHEALTHY):
             return _error(503, f"replica {replica.number} is {replica.state}")
         try:
@@ -83,11 +83,14 @@ def _routes(replicas: Replicas, options: RuntimeOptions) -> list[Route]:
         requests = [one._asdict() for one in found.requests]
         return JSONResponse({**asdict(found), "requests": requests, "replica": replica.number})
 
-    async def drain(replica: Replica) -> Response:
+    async def drain(replica: Replica, request: Request) -> Response:
+        others = [one for one in replicas if one is not replica and one.state == OK]
+        if not others and request.query_params.get("force") != "true":
+            return _error(409, "no other replica takes requests now: all would be refused")
         replica.draining = True
         return JSONResponse(replica.report())
 
-    async def resume(replica: Replica) -> Response:
+    async def resume(replica: Replica, _: Request) -> Response:
         replica.draining = False
         return JSONResponse(replica.report())
 
@@ -98,12 +101,12 @@ def _routes(replicas: Replicas, options: RuntimeOptions) -> list[Route]:
             return _error(409, str(error))
         return JSONResponse({"restart": "begun"}, 202)
 
-    def of_one(handler: Callable[[Replica], Awaitable[Response]]) -> Handler:
+    def of_one(handler: Callable[[Replica, Request], Awaitable[Response]]) -> Handler:
         async def handle(request: Request) -> Response:
             number = request.path_params["number"]
             if number not in replicas:
                 return _error(404, f"there is no replica {number!r}")
-            return await handler(replicas[number])
+            return await handler(replicas[number], request)
 
         return handle
 

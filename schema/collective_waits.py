@@ -22,7 +22,8 @@ def with_waits(collectives: pl.DataFrame) -> pl.DataFrame:
     Known where the rows of all ranks of a call are there with their ends and agree in what it was;
     point-to-point has two ranks. A row's own time is start, or where that is not observable
     enqueue, to end. An engine that was started again counts from 0 again: its calls are the second
-    ones of their number on every rank, and if some rank has fewer, none of them is known.
+    ones of their number on every rank, and if some rank has fewer, none of them is known. Calls of
+    one number that overlap are of different services with one name: nobody knows whose is whose.
     """
     from_here = pl.col("op") == "send"
     rows = collectives.with_columns(
@@ -40,8 +41,10 @@ def with_waits(collectives: pl.DataFrame) -> pl.DataFrame:
         times=pl.len().over([*named, "rank"]),
     )
     call = [*named, "time"]
+    rows = rows.with_columns(mixed=_mixed(rows, named))
     whole = (
-        (pl.len() == pl.col("expected").first())
+        ~pl.col("mixed").first()
+        & (pl.len() == pl.col("expected").first())
         & pl.col("own_ns").is_not_null().all()
         & (pl.col("times").n_unique() == 1)
         & (pl.col("what").n_unique() == 1)
@@ -51,6 +54,24 @@ def with_waits(collectives: pl.DataFrame) -> pl.DataFrame:
         transfer_ns=pl.when(whole).then(pl.col("own_ns").min().over(call)),
     ).with_columns(wait_ns=pl.col("own_ns") - pl.col("transfer_ns"))
     return rows.select(*collectives.columns, "wait_ns", "transfer_ns")
+
+
+def _mixed(rows: pl.DataFrame, named: list[str]) -> pl.Series:
+    """Return for each row whether calls of its number overlap: one service has one at a time."""
+    spans = rows.with_columns(
+        begin=pl.col("enqueue_ns").min().over([*named, "time"]),
+        end=pl.coalesce("end_ns", "enqueue_ns").max().over([*named, "time"]),
+    )
+    calls = spans.select(*named, "time", "begin", "end").unique()
+    calls = calls.sort([*named, "time"], nulls_last=True).with_columns(
+        before=pl.col("end").shift(1).over(named)
+    )
+    overlapping = (pl.col("begin") < pl.col("before")).fill_null(False).any().over(named)
+    calls = calls.select(*named, "time", mixed=overlapping)
+    joined = rows.join(
+        calls, on=[*named, "time"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    return joined["mixed"]
 
 
 def with_bus_bandwidth(waits: pl.DataFrame) -> pl.DataFrame:

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A slow example on a busy machine is no failure; hangs are pytest-timeout's.
+settings.register_profile("shared-cores", deadline=None)
+settings.load_profile("shared-cores")
 
 # Two shared cores: spinning OpenMP threads starve the others (and slow the tests tenfold).
 QUIET_TORCH = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}

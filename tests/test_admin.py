@@ -132,6 +132,14 @@ async def test_what_it_says_and_does_with_the_token() -> None:
             409,
             {"error": {"message": "requests would be lost: no two replicas take requests now"}},
         )
+        last = await client.post("/admin/replicas/0/drain")
+        assert (last.status_code, last.json()) == (
+            409,
+            {"error": {"message": "no other replica takes requests now: all would be refused"}},
+        )
+        forced = await client.post("/admin/replicas/0/drain?force=true")
+        assert (forced.status_code, forced.json()["state"]) == (200, "draining")
+        assert (await client.post("/admin/replicas/0/resume")).json()["state"] == "ok"
         assert (await client.post("/admin/replicas/1/resume")).json()["state"] == "ok"
         assert (await client.get("/admin/replicas/1/drain")).status_code == 405
         assert (await client.get("/admin/nothing")).status_code == 404

@@ -162,6 +162,16 @@ def test_an_engine_that_was_started_again_is_matched_with_itself() -> None:
     assert rows["transfer_ns"].null_count() == 3
 
 
+def test_calls_of_one_number_that_overlap_are_of_nobody_knows_which_service() -> None:
+    one = [span(0, 1, 0, 100), span(1, 1, 90, 100)]
+    other = [span(0, 1, 80, 200), span(1, 1, 50, 200)]
+    alone = [span(0, 2, 300, 400), span(1, 2, 390, 400)]
+    for each in other:
+        each["trace_id"] = b"other%011d" % each["rank"]
+    rows = with_waits(rows_of(*one, *other, *alone)).sort("enqueue_ns")
+    assert rows["transfer_ns"].to_list() == [None, None, None, None, 10, 10]
+
+
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     four = {"members": "0-3", "ranks": 4, "bytes": 1_000_000}
     spans = [span(rank, 1, 0, 1000, **four) for rank in range(4)]

@@ -21,6 +21,7 @@ from perfledger.instrumented_runtime.faults import catalogue
 from perfledger.instrumented_runtime.faults.bringing_about import (
     Prepared,
     brought_about,
+    can_have,
     telemetry_ports,
     value_of,
 )
@@ -156,6 +157,22 @@ def test_neither_arguments_nor_environment_name_the_fault(
 )
 def test_the_last_value_of_a_flag_counts(arguments: tuple[str, ...], value: str | None) -> None:
     assert value_of("--port", arguments) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "never"),
+    [
+        (("train", "--dp", "2"), {"slow_reader", "few_kv_blocks", "slow_tokenizer", "log_flood"}),
+        (("serve", "--model", "smollm2"), {"skewed_experts"}),
+        (("serve", "--model", "reference-moe"), set()),
+    ],
+)
+def test_only_what_a_command_can_have_is_drawn(
+    arguments: tuple[str, ...], never: set[str], tmp_path: Path
+) -> None:
+    drawn = {fault.name for fault in FAULTS if can_have(fault, arguments)}
+    assert not drawn & never and {"busy_neighbour", "one_core"} <= drawn
+    assert ("skewed_experts" in drawn) == (arguments[-1] == "reference-moe")
 
 
 # --- The means ------------------------------------------------------------------------------------

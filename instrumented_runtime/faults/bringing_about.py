@@ -1,6 +1,7 @@
 """How a fault of the catalogue is brought about around one of our commands, and ended with it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -35,6 +36,18 @@ class Prepared:
     def command(self) -> list[str]:
         """The whole command line."""
         return [*self.before, sys.executable, "-P", "-m", "perfledger", *self.arguments]
+
+
+def can_have(fault: Fault, arguments: Sequence[str]) -> bool:
+    """Return whether this command, on this machine, may be drawn to have a fault."""
+    if fault.name in ("thin_link", "cpu_quota") and os.geteuid() != 0:
+        return False
+    if fault.means == catalogue.NETWORK and not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    if fault.name == "skewed_experts":
+        return arguments[0] == "serve" and "-moe" in (value_of("--model", arguments) or "")
+    everywhere = (catalogue.NEIGHBOUR, catalogue.PLACEMENT, catalogue.NETWORK)
+    return arguments[0] == "serve" or fault.means in everywhere
 
 
 @contextmanager
