@@ -180,7 +180,7 @@ def test_the_root_says_who_asked_what(spans: pl.DataFrame) -> None:
         "gen_ai.response.model": "reference-small",
         "gen_ai.response.finish_reasons": '["length"]',
         "perfledger.kv_blocks_held": -(-(root["input_tokens"] + 3) // 16),
-        "perfledger.computed_tokens": root["input_tokens"] + 3,
+        "perfledger.computed_tokens": root["input_tokens"] - root["cached_tokens"] + 3,
     }
 
 
