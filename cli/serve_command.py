@@ -6,9 +6,7 @@ import importlib.util
 from perfledger.collectors.transport.address import is_loopback
 from perfledger.instrumented_runtime.options import RuntimeOptions
 from perfledger.schema.errors import UsageError
-from perfledger.serve_flags import MOST_PROCESSES, add_flags, memory_bytes, options_of
-
-__all__ = ["add_parser", "memory_bytes", "options_of", "run"]
+from perfledger.serve_flags import MOST_PROCESSES, add_flags, options_of
 
 EXAMPLES = """\
 examples:

@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Callable
 
+from perfledger.flag_types import integer
 from perfledger.instrumented_runtime.options import RuntimeOptions
 
 DEFAULTS = RuntimeOptions()
@@ -78,7 +78,7 @@ def _add_network(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--host", default=DEFAULTS.host, help="address (default %(default)s)")
     group.add_argument(
         "--port",
-        type=_integer(0, 65_535),
+        type=integer(0, 65_535),
         default=DEFAULTS.port,
         help="port, 0 takes a free one (default %(default)s)",
     )
@@ -230,7 +230,7 @@ def _count(
     group.add_argument(
         flag,
         *aliases,
-        type=_integer(low, high),
+        type=integer(low, high),
         default=default,
         metavar="N",
         help=f"{meaning} (default {default})",
@@ -245,21 +245,6 @@ def _memory(group: "argparse._ArgumentGroup", flag: str, default: int, meaning: 
         metavar="SIZE",
         help=f"{meaning}, like 2GiB (default {default // 1024**2}MiB)",
     )
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer in a range."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-
-    return parse
 
 
 def _number(text: str, low: float, high: float, like: str) -> float:

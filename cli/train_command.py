@@ -4,11 +4,11 @@ import argparse
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from perfledger.flag_types import integer
 from perfledger.instrumented_runtime.parallel.layout import DIMENSIONS, Layout
 from perfledger.instrumented_runtime.training.options import (
     NEWEST,
@@ -139,7 +139,7 @@ def _add_layout(group: "argparse._ArgumentGroup") -> None:
     for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"):
         group.add_argument(
             f"--{name}",
-            type=_integer(1, 64),
+            type=integer(1, 64),
             default=1,
             metavar="N",
             help=f"{_MEANINGS[name]} (default 1)",
@@ -223,7 +223,7 @@ def _add_integer(
 ) -> None:
     group.add_argument(
         flag,
-        type=_integer(low, 2**31 - 1),
+        type=integer(low, 2**31 - 1),
         default=default,
         metavar="N",
         help=f"{meaning} (default {default})",
@@ -236,24 +236,9 @@ def _add_seconds(group: "argparse._ArgumentGroup", flag: str, default: float, me
     )
 
 
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer in a range."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-
-    return parse
-
-
 def _checkpoint_step(text: str) -> int:
     """Parse a step; "newest" is for settings, which cannot be a flag without a value."""
-    return NEWEST if text == "newest" else _integer(1, 2**31 - 1)(text)
+    return NEWEST if text == "newest" else integer(1, 2**31 - 1)(text)
 
 
 def _seconds(text: str) -> float:

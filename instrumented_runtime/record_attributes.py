@@ -1,10 +1,8 @@
 """What a record of the engine says, as attributes of a span. Pure functions over one record."""
 
+from perfledger.instrumented_runtime.finished_spans import Attributes
 from perfledger.instrumented_runtime.records import NOT_READ, Degrade, Leave, NoMemory, Step
 from perfledger.instrumented_runtime.scheduling.degrading import STEPS, step_names
-from perfledger.instrumented_runtime.telemetry import AttributeValue
-
-Attributes = dict[str, AttributeValue]
 
 
 def account_attributes(leave: Leave) -> Attributes:

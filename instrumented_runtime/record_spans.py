@@ -17,9 +17,8 @@ from perfledger.instrumented_runtime.batch_members import (
 )
 from perfledger.instrumented_runtime.collective_spans import StepTraffic
 from perfledger.instrumented_runtime.expert_records import RoutedSteps
-from perfledger.instrumented_runtime.finished_spans import FinishedSpan, SpanLink
+from perfledger.instrumented_runtime.finished_spans import Attributes, FinishedSpan, SpanLink
 from perfledger.instrumented_runtime.record_attributes import (
-    Attributes,
     degrade_attributes,
     forward_end_ns,
     no_memory_attributes,

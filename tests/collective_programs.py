@@ -89,7 +89,7 @@ def use_every_call(group: Group, observed: bool) -> dict[str, Any]:
     told = mine.clone()
     calls.broadcast(told, ranks - 1, group)
     passed = torch.empty(ROWS)
-    calls.sendrecv(mine, following, passed, before, group)
+    calls.start_sendrecv(mine, following, passed, before, group).wait()
     if rank == 0:
         calls.send(mine, 1, group)
     elif rank == 1:

@@ -16,6 +16,7 @@ from typing import Any
 import polars as pl
 import psutil
 import pytest
+from raw_streams import open_stream, rest_of
 
 from perfledger.schema.store import Store
 
@@ -68,25 +69,8 @@ def wait_for(ready: Callable[[], bool], what: str, timeout_s: float = 120) -> No
 
 def start_stream(url: str, trace: int) -> socket.socket:
     """Start a long streamed answer and read its first chunk."""
-    body = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    head += f"traceparent: 00-{trace:032x}-{PARENT_SPAN}-01\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=120)
-    connection.sendall(head.encode() + content)
-    received = b""
-    while b'"text":' not in received:
-        received += connection.recv(65536)
-    return connection
-
-
-def rest_of(connection: socket.socket) -> str:
-    received = b""
-    with connection:
-        while piece := connection.recv(65536):
-            received += piece
-    return received.decode()
+    body = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True}
+    return open_stream(url, body, f"traceparent: 00-{trace:032x}-{PARENT_SPAN}-01")
 
 
 def engines(runtime: Any) -> list[psutil.Process]:

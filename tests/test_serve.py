@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from raw_streams import open_stream, rest_of
 
 from perfledger.cli import build_parser
 from perfledger.collectors.transport.address import is_loopback
@@ -226,25 +227,7 @@ def health(runtime: Any) -> tuple[int, dict[str, Any]]:
 
 def start_stream(runtime: Any, **more: object) -> socket.socket:
     """Start a long streamed answer and read its first chunk."""
-    content = json.dumps({**PROMPT, "stream": True, **more}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    head += "Content-Type: application/json\r\n"
-    connection = socket.create_connection(
-        ("127.0.0.1", int(runtime.url.rsplit(":", 1)[1])), timeout=60
-    )
-    connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-    received = b""
-    while b'"text":' not in received:
-        received += connection.recv(65536)
-    return connection
-
-
-def rest_of(connection: socket.socket) -> str:
-    received = b""
-    with connection:
-        while piece := connection.recv(65536):
-            received += piece
-    return received.decode()
+    return open_stream(runtime.url, {**PROMPT, **more})
 
 
 def complete(runtime: Any) -> int:

@@ -99,11 +99,6 @@ def recv(tensor: Tensor, src: int, group: "Group") -> None:
         dist.recv(tensor, src, group.handle)
 
 
-def sendrecv(tensor: Tensor, dst: int, out: Tensor, src: int, group: "Group") -> None:
-    """Send to one rank while receiving from one, as in a ring."""
-    start_sendrecv(tensor, dst, out, src, group).wait()
-
-
 def barrier(group: "Group") -> None:
     """Wait until all ranks are here."""
     with _observed("barrier", None, group):
