@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
 
 from perfledger.instrumented_runtime.collectives.call_attributes import (
     Attributes,
@@ -24,11 +23,12 @@ from perfledger.instrumented_runtime.collectives.observed import (
     CollectiveCall,
     CopyCall,
 )
+from perfledger.instrumented_runtime.collectives.tracing import Destination
 from perfledger.schema.clocks import ClockAnchor, monotonic_ns
 
 MOST_QUEUED = 32_768
 TURN_S = 0.2
-STOP_S, END_S = 5.0, 0.5
+STOP_S = 5.0
 
 
 class _Waiting(NamedTuple):
@@ -40,32 +40,29 @@ class _Waiting(NamedTuple):
 
 
 class SpanSink:
-    """A CollectiveSink over a tracer. `place` returns attributes of every span: replica and rank.
-
-    `send` is called after spans were made, to send them, and `end` at the end; both return how
-    many could not be sent.
-    """
+    """A CollectiveSink over a destination; `place` returns what every span has: replica, rank."""
 
     def __init__(
-        self,
-        tracer: Tracer,
-        anchor: ClockAnchor,
-        place: Callable[[], Attributes],
-        send: Callable[[], int],
-        end: Callable[[], int] = lambda: 0,
+        self, going: Destination, anchor: ClockAnchor, place: Callable[[], Attributes]
     ) -> None:
         self.step_seq = NOT_OBSERVED
         self.step_context: Context | None = None  # the span of the step that runs now
-        self._send, self._end = send, end
+        self._going = going
         self.told = 0  # spans made
-        self.lost = 0  # calls that found the queue full, or could not be made a span
-        self._tracer, self._anchor, self.place = tracer, anchor, place
+        self._overflowed = 0  # by the program's threads
+        self._unmade = 0  # by ours, or left in the queue
+        self._tracer, self._anchor, self.place = going.tracer, anchor, place
         self._queue: deque[_Waiting] = deque()
         self._lost_since_ns = 0
         self._lost_said = 0
-        self._stopping = threading.Event()
+        self._stopping, self._abandoned = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="collective spans", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Spans lost so far: no room in the queue, not made, not accepted, or left at the end."""
+        return self._overflowed + self._unmade + self._going.lost()
 
     def collective(self, call: CollectiveCall) -> None:
         """See CollectiveSink. Its parent is the step's span, else the one that is current."""
@@ -81,13 +78,14 @@ class SpanSink:
         """Make and send what is left, for at most about STOP_S; count the rest as lost."""
         self._stopping.set()
         self._thread.join(STOP_S)
-        self.lost += len(self._queue) + self._end()
-        self._thread.join(END_S)
+        self._abandoned = True
+        self._going.end()
+        self._unmade += len(self._queue)
 
     def _put(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
         if len(self._queue) >= MOST_QUEUED:
             self._lost_since_ns = self._lost_since_ns or monotonic_ns()
-            self.lost += 1
+            self._overflowed += 1
             return
         parent = self.step_context or otel_context.get_current()
         self._queue.append(_Waiting(name, start_ns, end_ns, attributes, parent))
@@ -96,10 +94,10 @@ class SpanSink:
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(TURN_S)
-            while self._queue:
+            while self._queue and not self._abandoned:
                 self._make(self._queue.popleft())
             self._say_lost()
-            self.lost += self._send()
+            self._going.send()
 
     def _make(self, one: _Waiting) -> None:
         try:
@@ -112,7 +110,7 @@ class SpanSink:
             span.end(self._anchor.to_wall_ns(one.end_ns))
             self.told += 1
         except Exception:  # of somebody's span processor: the next one may go
-            self.lost += 1
+            self._unmade += 1
 
     def _say_lost(self) -> None:
         missing = self.lost - self._lost_said

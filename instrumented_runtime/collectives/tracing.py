@@ -6,6 +6,7 @@ sent is counted.
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from perfledger.schema.clocks import ClockAnchor
 
 SERVICE_NAME = "torch-distributed"  # where OTEL_SERVICE_NAME says nothing
 BATCH_SPANS = 1024
+END_S = 0.5  # for what is on its way when the exporter is shut down
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tracer, what sends its spans, and what ends it; both return how many were lost."""
+    """A tracer, what sends its spans and ends it, and how many spans were lost on the way."""
 
     tracer: trace.Tracer
-    send: Callable[[], int]
-    end: Callable[[], int]
+    send: Callable[[], None]
+    end: Callable[[], None]
+    lost: Callable[[], int]
 
 
 def destination(anchor: ClockAnchor) -> Destination | None:
@@ -40,46 +43,62 @@ def destination(anchor: ClockAnchor) -> Destination | None:
     provider = trace.get_tracer_provider()
     if not isinstance(provider, trace.ProxyTracerProvider):
         tracer = provider.get_tracer(SCOPE_NAME, SCHEMA_VERSION)
-        return Destination(tracer, lambda: 0, lambda: 0)  # it sends by itself
+        return Destination(tracer, lambda: None, lambda: None, lambda: 0)  # it sends by itself
     protocol = protocol_of("TRACES", os.environ)
     if protocol is None:
         return None
     # Its warnings, a line each try, would be in the program's own output.
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-    batches = _Batches(span_exporter(protocol))
+    batches = Batches(span_exporter(protocol))
     resource = build_resource({"service.name": SERVICE_NAME}, anchor)
     ours = TracerProvider(resource=resource, shutdown_on_exit=False)
     ours.add_span_processor(batches)
     tracer = ours.get_tracer(SCOPE_NAME, SCHEMA_VERSION)
-    return Destination(tracer, batches.send, batches.end)
+    return Destination(tracer, batches.send, batches.end, lambda: batches.lost)
 
 
-class _Batches(SpanProcessor):
+class Batches(SpanProcessor):
     """Keeps ended spans until `send`, and drops none: the sink before it is bounded."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._ended: deque[ReadableSpan] = deque()
+        # Each span has ended, is on its way or is counted: no count may fall between two of them.
+        self._turn = threading.Condition()
+        self._on_its_way = 0
+        self._closed = False
+        self.lost = 0  # not accepted, not sent in the end, or ended later
 
     def on_end(self, span: ReadableSpan) -> None:
         """See SpanProcessor."""
         if span.context is not None and span.context.trace_flags.sampled:
-            self._ended.append(span)
+            with self._turn:
+                self._ended.append(span)
+                self.lost += self._closed
 
-    def send(self) -> int:
-        """Send all spans that have ended; return how many were not accepted."""
-        lost = 0
-        while self._ended:
-            count = min(BATCH_SPANS, len(self._ended))
-            batch = [self._ended.popleft() for _ in range(count)]
+    def send(self) -> None:
+        """Send all spans that have ended."""
+        while batch := self._next_batch():
             try:
                 accepted = self._exporter.export(batch) is SpanExportResult.SUCCESS
             except Exception:  # the program goes on, and so does the next batch
                 accepted = False
-            lost += 0 if accepted else count
-        return lost
+            with self._turn:
+                if not self._closed:  # else `end` has counted it
+                    self._on_its_way = 0
+                    self.lost += 0 if accepted else len(batch)
+                self._turn.notify()
 
-    def end(self) -> int:
-        """Send no more; return how many were not sent."""
+    def end(self) -> None:
+        """Send no more; count what was not sent, what is still on its way among it."""
         self._exporter.shutdown()
-        return len(self._ended)
+        with self._turn:
+            self._turn.wait_for(lambda: not self._on_its_way, END_S)
+            self._closed = True
+            self.lost += self._on_its_way + len(self._ended)
+
+    def _next_batch(self) -> list[ReadableSpan]:
+        with self._turn:
+            count = 0 if self._closed else min(BATCH_SPANS, len(self._ended))
+            self._on_its_way = self._on_its_way if self._closed else count
+            return [self._ended.popleft() for _ in range(count)]

@@ -123,7 +123,7 @@ def observe_collectives(
             here["perfledger.rank"] = dist.get_rank()  # kept: the program may end its groups first
         return here
 
-    sink = SpanSink(going.tracer, anchor, place, going.send, going.end)
+    sink = SpanSink(going, anchor, place)
     try:
         with observing.observe_collectives(sink, full=full and every is None) as observation:
             program = ObservedProgram(sink, observation, going.tracer, every if full else None)
