@@ -17,6 +17,7 @@ from perfledger.schema.errors import UsageError
 QUANTIZATIONS = ("none", "int8", "fp8")
 # Symmetric: -128 is left out, so that a weight and its negative round alike.
 _INT8_LARGEST = 127
+_MOST_TURNED_ROWS = 64
 # Devices from which on fp8 is multiplied in hardware (Ada, Hopper).
 _FP8_CAPABILITY = (8, 9)
 
@@ -46,7 +47,14 @@ class Dense:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See Matrix."""
-        return linear(rows, self.weight, self.bias)
+        if rows.device.type != "cpu" or not 2 <= len(rows) <= _MOST_TURNED_ROWS:
+            return linear(rows, self.weight, self.bias)
+        # weight @ rows.T: the CPU's matrix product takes its threads from the first dimension,
+        # and a few rows are too few for it (measured: 1.3 to 3 times faster, up to 64 rows).
+        turned = self.weight @ rows.t()
+        if self.bias is not None:
+            turned += self.bias.unsqueeze(1)
+        return turned.t().contiguous()
 
 
 class DynamicInt8:
