@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--payload", choices=("reference", "llm"), default="reference")
     parser.add_argument("--bodies", type=int, default=400, help="different requests to copy from")
     parser.add_argument("--half-load", type=float, help="spans/s; default half of what cpu finds")
+    parser.add_argument("--keep-as", default="collect", help="name of the result, e.g. for a part")
     parser.add_argument("--folder", type=Path, help="work here instead of in a temporary folder")
     asked = parser.parse_args()
     if asked.quick:
@@ -109,7 +110,7 @@ def main() -> None:
     if asked.quick:
         print(json.dumps(result))  # too short to be kept
     else:
-        write_result("collect", GOAL, result)
+        write_result(asked.keep_as, GOAL, result)
 
 
 if __name__ == "__main__":
