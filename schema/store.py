@@ -302,8 +302,23 @@ def _read_columns(
     footer = pq.read_metadata(source)
     leaves = {footer.schema.column(at).path for at in range(footer.num_columns)}
     coded = [name for name in encoded if name in leaves]
-    with pq.ParquetFile(source, metadata=footer, read_dictionary=coded) as file:
-        return file.read(columns=list(columns))
+    # pyarrow makes no lists of a leaf that has several dictionaries: one a row group, and more
+    # where a writer gave its dictionary up within one.
+    try:
+        return _read_groups(source, footer, columns, coded)
+    except pa.ArrowNotImplementedError:
+        return _read_groups(source, footer, columns, [name for name in coded if "." not in name])
+
+
+def _read_groups(
+    source: pa.NativeFile, footer: pq.FileMetaData, columns: Sequence[str], coded: Sequence[str]
+) -> pa.Table:
+    """Read columns with the dictionaries of `coded`, row group after row group where it must be."""
+    with pq.ParquetFile(source, metadata=footer, read_dictionary=list(coded)) as file:
+        if footer.num_row_groups <= 1 or all("." not in name for name in coded):
+            return file.read(columns=list(columns))
+        groups = range(footer.num_row_groups)
+        return pa.concat_tables(file.read_row_group(at, columns=list(columns)) for at in groups)
 
 
 def _with_nulls(

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfledger.collectors.upkeep.compaction import CompactionLimits, compact
+from perfledger.schema import store_files
+from perfledger.schema.encoded_columns import encoded
 from perfledger.schema.errors import PartialInputError, UsageError
+from perfledger.schema.step_members import MEMBER_LEAVES
 from perfledger.schema.store import Store
 from perfledger.schema.store_files import ROW_GROUP_ROWS, as_declared, encode, high_words
 from perfledger.schema.store_index import FileIndex, TraceIndex
-from perfledger.schema.tables import KEY_VALUES, SPANS
+from perfledger.schema.tables import KEY_VALUES, SPANS, STEPS
 
 AT_ONCE = CompactionLimits(min_age_s=0, unfinished_files=2, lease_s=0, grace_s=0)
 
@@ -201,6 +204,37 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, cut: int) -> None:
         store.trace(b"t" * 16)
     with pytest.raises(PartialInputError, match=path.name):
         list(store.read_as_received("spans", ["start_ns"], ()))
+
+
+@pytest.mark.parametrize("steps", [3, 40, 400], ids=["one group", "many groups", "no dictionary"])
+def test_encoded_leaves_are_the_members_however_the_file_is_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """pyarrow reads no nested leaf that has several dictionaries: one a group, or given up."""
+    if steps == 40:
+        monkeypatch.setattr(store_files, "ROW_GROUP_ROWS", 16)
+    members = 3 if steps < 400 else 300  # 120,000 ids are over a megabyte: the writer's limit
+    names = ("replica", "rank", "step_seq", "trace_id", "span_id", "kind", "start_ns")
+    draw = random.Random(0)
+    rows = []
+    for seq in range(steps):
+        step = ("0", 0, seq, b"e" * 16, seq.to_bytes(8, "big"), "decode_step", seq)
+        rows.append(dict(zip(names, step, strict=True)) | {"schedule_end_ns": seq, "end_ns": seq})
+        rows[-1]["received_ns"] = seq
+        rows[-1]["members"] = [
+            {"trace_id": draw.randbytes(16), "span_id": draw.randbytes(8), "phase": "decode"}
+            for _ in range(members)
+        ]
+    store = Store(tmp_path)
+    store.write("steps", STEPS.from_rows(rows))
+    leaves = ["step_seq", *MEMBER_LEAVES]
+    (read,) = store.read_as_received("steps", leaves, MEMBER_LEAVES)
+    found = []
+    for lists in read["members"].chunks:
+        ids = [encoded(lists.values.field(name)).to_pylist() for name in ("trace_id", "span_id")]
+        found += list(zip(*ids, strict=True))
+    assert found == [(m["trace_id"], m["span_id"]) for one in rows for m in one["members"]]
+    assert read["step_seq"].to_pylist() == list(range(steps))
 
 
 def test_an_error_that_a_flipped_bit_causes_names_the_file(tmp_path: Path) -> None:
