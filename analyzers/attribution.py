@@ -67,6 +67,7 @@ class Attribution:
 
 def attribute(selection: Selection) -> Attribution:
     """Attribute the time of the selected requests. Raises NoDataError where there are none."""
+    selection = selection.resolved()
     traces = _traces(selection)
     times = times_of(traces)
     split = split_of(traces, times)
@@ -91,6 +92,7 @@ def attribute(selection: Selection) -> Attribution:
 
 def attribute_requests(selection: Selection) -> tuple[pl.DataFrame, Completeness]:
     """Return only the rows, as of the table `requests`, and what is missing behind them."""
+    selection = selection.resolved()
     traces = _traces(selection)
     times = times_of(traces)
     requests = rows_of(traces, times, split_of(traces, times), received_ns=0)

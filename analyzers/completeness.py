@@ -155,20 +155,31 @@ def why_nothing(selection: Selection, found: NoDataError) -> NoDataError:
     spans that are no requests to us.
     """
     stored = selection.store.scan_as_received("requests", selection.since_ns)
-    if rows := _unique_ids(stored.filter(selection.of_arrival("arrival_ns"))):
+    if rows := _unique_ids(stored.filter(selection.of_request("arrival_ns"))):
         return NoDataError(
             f"no root span is left of the {rows:,} requests here: all were sampled away, or"
             " deleted, or are not written yet",
             where=found.where,
             fix="read the table `requests`, which has them all; raise `share` of [sampling]",
         )
-    ours = (pl.col("kind") == "server") & selection.of_arrival("start_ns")
+    ours = (pl.col("kind") == "server") & selection.of_request("start_ns")
     if servers := _unique_ids(selection.spans().filter(ours)):
         return NoDataError(
             f"{servers:,} server spans are there that are not recognised as requests",
             where=found.where,
             fix="send gen_ai.operation.name or gen_ai.request.model on them, or name them chat or"
             " text_completion; the `llm_request` spans of vLLM are not recognised yet",
+        )
+    calls = selection.spans().filter(
+        (pl.col("kind") == "client") & selection.of_arrival("start_ns")
+    )
+    if selection.run and (made := _unique_ids(calls)):
+        return NoDataError(
+            f"run {selection.run} is one of a client: {made:,} calls, and no request of a server"
+            " continues their traces",
+            where=found.where,
+            fix="send the server's telemetry to a collector on this store; or select what it served"
+            " with --service NAME --from T --to T",
         )
     return found
 
@@ -183,7 +194,7 @@ def _kept_by_chance(selection: Selection) -> tuple[int, int]:
     # Without sampling this reads one empty column.
     if not selection.spans().select(by_chance.any()).collect().item():
         return 0, 0
-    roots = is_request_root() & selection.of_arrival("start_ns")
+    roots = is_request_root() & selection.of_request("start_ns")
     kept = selection.spans().filter(by_chance & roots).select(*_IDS, "kept_share").collect()
     kept = kept.unique(_IDS)
     return len(kept), round((1 / kept["kept_share"]).sum())
@@ -250,7 +261,7 @@ def _compare(
     stored = selection.store.scan_as_received("requests", selection.since_ns)
     # The spans of younger ones may have come after they were read, or wait for tail sampling.
     is_old = pl.col("end_ns") <= now_ns - _SETTLED_AFTER_NS
-    selected = (selection.of_arrival("arrival_ns") & is_old).fill_null(False).alias("selected")
+    selected = (selection.of_request("arrival_ns") & is_old).fill_null(False).alias("selected")
     rows = stored.select(*_IDS, "version", "received_ns", *_TIMES, selected).collect()
     if rows.select(_IDS).n_unique() < len(rows):
         rows = rows.sort("version", "received_ns").unique(_IDS, keep="last")

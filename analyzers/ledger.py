@@ -30,9 +30,18 @@ def open(store: str, namespace: str = DEFAULT_NAMESPACE) -> "Selection":
 
 
 @dataclass(frozen=True)
+class ClientCalls:
+    """The traces that the clients of a run began."""
+
+    run: str
+    trace_ids: pl.Series
+
+
+@dataclass(frozen=True)
 class Selection:
     """The requests of a store that arrived in `[from_ns, to_ns)`, of one run or service if given.
 
+    Of these, `replica` leaves those that it answered, `calls` those that a run of clients made.
     Times are wall ns. It reads nothing until an analyzer does.
     """
 
@@ -41,6 +50,8 @@ class Selection:
     service: str = ""
     from_ns: int | None = None
     to_ns: int | None = None
+    replica: str = ""
+    calls: ClientCalls | None = None
 
     def where(
         self,
@@ -49,16 +60,47 @@ class Selection:
         service: str = "",
         from_ns: int | None = None,
         to_ns: int | None = None,
+        replica: str = "",
     ) -> "Selection":
         """Return the same store with another selection."""
-        return replace(self, run=run, service=service, from_ns=from_ns, to_ns=to_ns)
+        return Selection(self.store, run, service, from_ns, to_ns, replica)
+
+    def resolved(self) -> "Selection":
+        """Return what a run of clients alone stands for: the requests that they made; else self.
+
+        `perfledger load` marks its client spans with its run; the service that it calls may be in
+        another run, or in none. Analyzers begin with this; it reads the run ids of spans.
+        """
+        if not self.run or self.calls is not None:
+            return self
+        of_run = self.spans().filter(pl.col("run_id") == self.run)
+        kinds = of_run.select(pl.col("kind").unique()).collect()["kind"].to_list()
+        if kinds != ["client"]:
+            return self
+        traces = of_run.select(pl.col("trace_id").unique()).collect()["trace_id"]
+        made = find_roots(self.spans(), pl.col("trace_id").is_in(traces.implode())).rows
+        if made.is_empty():
+            return self
+        services = made["service_name"].unique().to_list()
+        first_ns = int(made["start_ns"].to_numpy().min())
+        last_ns = int(made["end_ns"].to_numpy().max()) + 1
+        return replace(
+            self,
+            run="",
+            service=self.service or (services[0] or "" if len(services) == 1 else ""),
+            from_ns=max(first_ns, first_ns if self.from_ns is None else self.from_ns),
+            to_ns=min(last_ns, last_ns if self.to_ns is None else self.to_ns),
+            calls=ClientCalls(self.run, traces),
+        )
 
     def describe(self) -> str:
         """Return the selection in words."""
         words = [f"run {self.run}"] if self.run else []
+        words += [f"requests made by run {self.calls.run}"] if self.calls else []
         words += [f"service {self.service}"] if self.service else []
         words += [f"from {_stamp(self.from_ns)}"] if self.from_ns is not None else []
         words += [f"to {_stamp(self.to_ns)}"] if self.to_ns is not None else []
+        words += [f"replica {self.replica}"] if self.replica else []
         return ", ".join(words) or "all requests"
 
     def of_resource(self) -> pl.Expr:
@@ -70,8 +112,17 @@ class Selection:
             condition &= pl.col("service_name") == self.service
         return condition
 
+    def of_request(self, column: str) -> pl.Expr:
+        """Return the whole condition on root spans or rows of requests that arrived in `column`."""
+        condition = self.of_arrival(column)
+        if self.replica:
+            condition &= pl.col("replica") == self.replica
+        if self.calls is not None:
+            condition &= pl.col("trace_id").is_in(self.calls.trace_ids.implode())
+        return condition
+
     def of_arrival(self, column: str) -> pl.Expr:
-        """Return the whole condition, with the arrival in `column`."""
+        """Return the condition on run, service and time, with the time in `column`."""
         condition = self.of_resource()
         if self.from_ns is not None:
             condition &= pl.col(column) >= self.from_ns
@@ -93,7 +144,7 @@ class Selection:
 
         Raises NoDataError where there are none.
         """
-        roots = find_roots(self.spans(), self.of_arrival("start_ns"))
+        roots = find_roots(self.spans(), self.of_request("start_ns"))
         if roots.rows.is_empty():
             raise self._nothing()
         with ThreadPoolExecutor(1) as beside:  # two cores are faster than one

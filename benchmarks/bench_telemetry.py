@@ -53,7 +53,7 @@ from perfledger.schema.clocks import monotonic_ns, take_anchor
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
 from recording import write_result  # noqa: E402
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
+PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK_SIZE = 64, 128, 16
 SPAWN = get_context("spawn")
 
 
@@ -84,11 +84,11 @@ def write_life(recorder: Recorder, requests: list[Request]) -> None:
     chunks = [Chunk(one, 0, PROMPT_TOKENS, (one,), last=True) for one in sequences]
     for chunk in chunks:
         recorder.admit(chunk.sequence.of, 1, 1, 1, 0)
-        recorder.chunks([chunk], 1)
+        recorder.chunks([chunk], 1, BLOCK_SIZE)
     recorder.step(StepPlan(0, [], chunks), 1, (1, 2, 3, 4, 5), (0, 100, 1000))
     decode = StepPlan(0, sequences, [])
     for seq in range(2, OUTPUT_TOKENS + 1):
-        recorder.step(decode, seq, (1, 2, 3, 4, 5), (0, 100, 1000))
+        recorder.step(decode, seq, (1, 2, 3, 4, 5), (0, 100, 1000), gathered_blocks=8)
     for one in requests:
         recorder.leave(one, OUTPUT_TOKENS, 1, "length")
 

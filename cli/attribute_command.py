@@ -23,6 +23,7 @@ examples:
   perfledger attribute --from -15m
   perfledger attribute --service my-llm --from 2026-01-31T12:00:00Z --to 2026-01-31T13:00:00Z
   perfledger attribute --run demo-1 --band p99
+  perfledger attribute --service my-llm --from -15m --replica 1
   perfledger attribute --per-request --jsonl > requests.jsonl
   perfledger attribute --json | jq .bands.p95.stages_ns.queue
 
@@ -48,6 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_store(parser)
     add_selection(parser)
     parser.add_argument(
+        "--replica", default="", metavar="N", help="only requests that this replica answered"
+    )
+    parser.add_argument(
         "--band", choices=BANDS, default="p95", help="which band to explain (default p95)"
     )
     parser.add_argument(
@@ -69,7 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
     times = time_range(args)
     selection = analyzers.open(args.store, args.namespace).where(
-        run=args.run_id, service=args.service, from_ns=times.from_ns, to_ns=times.to_ns
+        run=args.run_id,
+        service=args.service,
+        from_ns=times.from_ns,
+        to_ns=times.to_ns,
+        replica=args.replica,
     )
     if args.per_request or args.jsonl:
         return _per_request(args, selection)

@@ -1,9 +1,8 @@
 """How an attribution looks on one screen: the answer first, then the numbers behind it."""
 
-import textwrap
 from typing import TYPE_CHECKING
 
-from perfledger.output import WIDTH, percent, print_table, rate
+from perfledger.output import percent, print_table, rate, say
 
 if TYPE_CHECKING:
     import polars as pl
@@ -35,7 +34,7 @@ def print_attribution(found: "Attribution", band: str = "p95") -> None:
     _print_latencies(found)
     print()
     _print_missing(found.completeness)
-    _say(
+    say(
         f"share, tail: of {band}. tail: part of the difference to p50 (association, not cause). "
         "longest: requests that have it as longest. TTFT: arrival to end of first sample; TTFC: to "
         "first chunk written; ITL: gaps between a request's tokens, pooled; of ok requests. "
@@ -62,24 +61,24 @@ def print_slowest(requests: "pl.DataFrame") -> None:
 
 def _print_answer(found: "Attribution", band: "Band") -> None:
     if band.longest is None or band.stages_ns is None or not band.e2e_ns:
-        _say("No request ended ok, so there is no band to explain.")
+        say("No request ended ok, so there is no band to explain.")
     else:
         share = percent(band.stages_ns[band.longest] / band.e2e_ns)
         few = ", too few to be a percentile" if band.too_few else ""
         count = f"{band.requests:,} request{'' if band.requests == 1 else 's'}"
-        _say(
+        say(
             f"{band.name}: the longest stage is {band.longest}, {share} of "
             f"{_number(band.e2e_ns)} ms ({count}{few})"
         )
     if band.contributions:
         largest = sorted(band.contributions.items(), key=lambda part: -part[1])[:2]
         parts = ", ".join(f"{name} {percent(part)}" for name, part in largest if part > 0)
-        _say(f"  what is more than at p50: {parts}")
+        say(f"  what is more than at p50: {parts}")
     outcomes = (
         f"{status} {count:,} (longest {_counts(found.longest_by_status[status])})"
         for status, count in found.statuses.items()
     )
-    _say(f"{found.selection}, {len(found.requests):,} requests: {'; '.join(outcomes)}")
+    say(f"{found.selection}, {len(found.requests):,} requests: {'; '.join(outcomes)}")
 
 
 def _counts(longest: dict[str, int]) -> str:
@@ -147,7 +146,7 @@ def _print_missing(completeness: "Completeness") -> None:
         notes.append(f"{completeness.unsettled:,} requests are being derived again")
     if completeness.not_derived:
         notes.append(f"{completeness.not_derived:,} requests not in the table `requests` (yet)")
-    _say(f"missing: {'; '.join(notes) or 'nothing known'}")
+    say(f"missing: {'; '.join(notes) or 'nothing known'}")
 
 
 def _number(ns: float | None) -> str:
@@ -155,8 +154,3 @@ def _number(ns: float | None) -> str:
     if ns is None:
         return "–"
     return f"{ns / 1e6:,.0f}" if ns >= 1e10 else f"{ns / 1e6:,.1f}"
-
-
-def _say(text: str) -> None:
-    indent = " " * (len(text) - len(text.lstrip()) + 2)
-    print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False))

@@ -20,9 +20,13 @@ COMMANDS = (
     "store",
     "load",
     "attribute",
+    "ledger",
     "rerun",
+    "ceilings",
     "report",
     "fault",
+    "counters",
+    "topology",
 )
 
 DESCRIPTION = "Perfledger: where the time of every LLM request went, and why."

@@ -20,6 +20,7 @@ TABLES: Mapping[str, object] = {
     "scrape": [],
     "host": {},
     "wait_states": {},
+    "device": {},
     "sampling": {},
     "forward": {},
 }
@@ -67,6 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_access(parser.add_argument_group("who may send"))
     _add_browsers(parser.add_argument_group("browsers"))
     _add_limits(parser.add_argument_group("limits"))
+    _add_devices(parser.add_argument_group("devices"))
     parser.set_defaults(tables=dict(TABLES))
 
 
@@ -139,6 +141,29 @@ def _add_limits(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def _add_devices(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--gpu",
+        action="store_true",
+        help="sample counters of this machine's GPUs (NVML), RAPL energy and perf events",
+    )
+    group.add_argument(
+        "--gpu-period",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="between two samples, where [device] of the file says nothing (default %(default)s)",
+    )
+
+
+def _tables(args: argparse.Namespace) -> Mapping[str, object]:
+    """Return the tables of the file; --gpu is an empty table [device] that is turned on."""
+    tables = dict(args.tables)
+    if args.gpu or tables["device"]:
+        tables["device"] = {"period_s": args.gpu_period, **tables["device"]}
+    return tables
+
+
 def options_of(args: argparse.Namespace) -> CollectOptions:
     """Return what the flags ask for; raises UsageError where they cannot be, or are not safe."""
     from perfledger.collectors.transport.access import read_tokens
@@ -160,7 +185,7 @@ def options_of(args: argparse.Namespace) -> CollectOptions:
         log_bytes=args.log_mib * 2**20,
         low_water_bytes=args.low_water_mib * 2**20,
         log_folder=Path(args.log_folder) if args.log_folder else None,
-        tables=args.tables,
+        tables=_tables(args),
         folder=Path(args.config).parent if args.config else Path(),
     )
     _check_exposure(options, args.insecure)

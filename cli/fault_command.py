@@ -6,10 +6,11 @@ import random
 import signal
 import subprocess
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
-from perfledger.output import add_json, print_json, print_table
+from perfledger.output import WIDTH, add_json, print_json, print_table
 from perfledger.schema.errors import UsageError
 from perfledger.selection import add_store
 
@@ -81,9 +82,8 @@ def list_faults(args: argparse.Namespace) -> int:
     ]
     print_table("faults", ("name", "strength", "shows in"), rows)
     for fault in FAULTS:
-        print(
-            f"\n{fault.name}: {fault.meaning}" + (f" (needs {fault.needs})" if fault.needs else "")
-        )
+        needs = f" (needs {fault.needs})" if fault.needs else ""
+        print("\n" + textwrap.fill(f"{fault.name}: {fault.meaning}{needs}", WIDTH))
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Self
 import orjson
 
 from perfledger.collectors.energy import EnergyMeter, find_meter
+from perfledger.collectors.topology.reading import read_topology
 from perfledger.schema.clocks import monotonic_ns
 from perfledger.schema.errors import NoDataError, UsageError
 from perfledger.schema.host_facts import device_facts, host_facts
@@ -130,7 +131,8 @@ def record(
     }
     if hardware is not None:
         declared["device.names"] = [hardware]
-    manifest = Manifest.of({**host_facts(), **device_facts(), **declared})
+    machine = host_facts() | device_facts() | read_topology().facts()
+    manifest = Manifest.of({**machine, **declared})
     where = store or os.environ.get("PERFLEDGER_STORE", DEFAULT_STORE)
     return Recording(run_id, Store.at(where), manifest)
 

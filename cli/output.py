@@ -1,8 +1,10 @@
 """What commands print: tables within 80 columns, JSON, and numbers with units."""
 
 import argparse
+import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -18,8 +20,11 @@ def print_json(value: object, out: TextIO | None = None) -> None:
     """Print a JSON document; bytes become hex, NaN and infinity null."""
     import orjson
 
-    text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2)
-    print(text.decode(), file=out or sys.stdout)
+    try:
+        text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
+    except TypeError:  # an integer of more than 64 bits, like the FLOPs of a long run
+        text = json.dumps(value, default=_plain, indent=2)
+    print(text, file=out or sys.stdout)
 
 
 def print_table(
@@ -39,6 +44,12 @@ def print_table(
     lines.append("  ".join("─" * width for width in widths))
     lines += [_line(row, widths) for row in cells]
     print("\n".join(lines), file=out or sys.stdout)
+
+
+def say(text: str) -> None:
+    """Print a paragraph within 80 columns; what it begins with indents the rest of it."""
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False))
 
 
 def ms(ns: float | None, digits: int = 1) -> str:

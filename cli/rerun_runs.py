@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from perfledger.analyzers.experiments.plan import RerunPlan, RunSample, Work
+from perfledger.collectors.topology.reading import read_topology
 from perfledger.instrumented_runtime.load.open_loop import run_load
 from perfledger.instrumented_runtime.load.plan import LoadPlan, LoadResult
 from perfledger.instrumented_runtime.load.results import load_manifest, spans_table
@@ -69,7 +70,7 @@ class Runs:
         server = self.servers.next(
             serving(self.target, self.variable, level, run_id=run_id, log=log)
         )
-        host = host_facts()
+        host = host_facts() | read_topology(pid=server.child.process.pid).facts()
         before = HostCounters.read()
         result = asyncio.run(run_load(self._load(server.url, run_id)))
         disturbances = before.disturbances(HostCounters.read(), limit=STOLEN_LIMIT)

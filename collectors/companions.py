@@ -18,6 +18,7 @@ from perfledger.collectors.sampling.tail_sampling import TailSampler
 from perfledger.schema.errors import PerfledgerError
 
 if TYPE_CHECKING:
+    from perfledger.collectors.device.device_sampler import DeviceSampler
     from perfledger.collectors.forward.forwarding import Forwarder
     from perfledger.collectors.host.host_sampler import HostSampler
     from perfledger.collectors.host.wait_sampler import WaitSampler
@@ -34,6 +35,7 @@ class Companions:
     scraper: "Scraper | None" = None
     host: "HostSampler | None" = None
     waits: "WaitSampler | None" = None
+    devices: "DeviceSampler | None" = None
     forwarder: "Forwarder | None" = None
     sampling: SamplingPolicy | None = None
     samplers: list[TailSampler] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Companions:
             _scraper(tables.get("scrape"), folder),
             _host(_table(tables, "host")),
             _waits(_table(tables, "wait_states")),
+            _devices(_table(tables, "device"), folder),
             _forwarder(_table(tables, "forward"), own_id, folder),
             SamplingPolicy.from_toml(sampling) if sampling else None,
         )
@@ -66,7 +69,8 @@ class Companions:
             found += self.forwarder.counts()
         for tail_sampler in self.samplers:
             found += tail_sampler.counts()
-        for name, sampler in (("host", self.host), ("wait", self.waits)):
+        named = (("host", self.host), ("wait", self.waits), ("device", self.devices))
+        for name, sampler in named:
             if sampler is not None:
                 found += Counter({f"{name}_{k}": n for k, n in sampler.counts.items()})
         return found
@@ -82,6 +86,8 @@ class Companions:
             tasks.append(_contained("sampling the host", run_sampler(self.host, sink, stop)))
         if self.waits is not None:
             tasks.append(_contained("sampling waits", run_sampler(self.waits, sink, stop)))
+        if self.devices is not None:
+            tasks.append(_contained("sampling devices", run_sampler(self.devices, sink, stop)))
         await asyncio.gather(*tasks)
 
     async def forward(self, stop: asyncio.Event) -> None:
@@ -128,6 +134,15 @@ def _waits(table: Mapping[str, object]) -> "WaitSampler | None":
     from perfledger.collectors.host.wait_settings import WaitSettings
 
     return WaitSampler(WaitSettings.from_toml(table))
+
+
+def _devices(table: Mapping[str, object], folder: Path) -> "DeviceSampler | None":
+    if not table:
+        return None
+    from perfledger.collectors.device.device_sampler import DeviceSampler
+    from perfledger.collectors.device.device_settings import DeviceSettings
+
+    return DeviceSampler(DeviceSettings.from_toml(table, folder))
 
 
 def _forwarder(table: Mapping[str, object], own_id: str, folder: Path) -> "Forwarder | None":

@@ -107,8 +107,14 @@ def _reader(call: Callable[[object], int], handle: object) -> Callable[[], int]:
     return lambda: call(handle)
 
 
+def _is_package(zone: Path) -> bool:
+    """Return whether a zone is a package: not part of one, and not psys, which holds them all."""
+    name = zone / "name"
+    return zone.name.count(":") == 1 and not (name.exists() and name.read_text() == "psys\n")
+
+
 def _rapl_meter(powercap: Path) -> RaplMeter | NoMeter:
-    packages = sorted(p for p in powercap.glob("intel-rapl:*") if p.name.count(":") == 1)
+    packages = sorted(p for p in powercap.glob("intel-rapl:*") if _is_package(p))
     if not packages:
         return NoMeter(f"no RAPL domain under {powercap}")
     try:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import jinja2
@@ -11,21 +11,18 @@ from markupsafe import Markup
 
 from perfledger.analyzers import attribution, client_view, completeness, latency
 from perfledger.analyzers.attribution import Attribution
+from perfledger.analyzers.edges import EdgeLedger
+from perfledger.analyzers.energy import Energy
 from perfledger.analyzers.experiments.verdict import Evidence, Verdict
 from perfledger.analyzers.latency import Distribution
 from perfledger.dashboards import svg
+from perfledger.dashboards.energy_section import energy_section
+from perfledger.dashboards.ledger_section import ledger_section
+from perfledger.dashboards.page_table import UNDEFINED, Table
+from perfledger.dashboards.picture import STYLE
 from perfledger.schema.stages import STAGE_NAMES
 
 TIMELINE_REQUESTS = 80
-UNDEFINED = "–"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Column names and cells, as text."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -37,18 +34,22 @@ class RerunFinding:
     verdict: Verdict
 
 
-def render(found: Attribution, spans: pl.DataFrame, rerun: RerunFinding | None) -> str:
-    """Return the page. `spans` are the requests' own spans, for the timeline."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("perfledger.dashboards", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html.jinja").render(
+def render(
+    found: Attribution,
+    spans: pl.DataFrame,
+    rerun: RerunFinding | None,
+    ledger: EdgeLedger | str,
+    energy: Energy | None,
+) -> str:
+    """Return the page. `spans` are the requests' own spans, for the timeline.
+
+    `ledger` and `energy` are of the same selection; `ledger` may say why there is none.
+    """
+    return _page(
+        "report.html.jinja",
         title="Where the time of these requests went",
         selection=found.selection,
         requests=len(found.requests),
-        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         headline=headline(found),
         warnings=found.completeness.losses(),
         legend=[{"name": name, "colour": svg.COLOURS[name]} for name in _drawn(found)],
@@ -60,9 +61,23 @@ def render(found: Attribution, spans: pl.DataFrame, rerun: RerunFinding | None) 
         timeline_svg=Markup(svg.timeline(_timeline(found.requests, spans))),
         timeline_note=_timeline_note(found.requests),
         client_table=client_table(found),
+        ledger=None if isinstance(ledger, str) else ledger_section(ledger),
+        no_ledger=ledger,
+        energy=None if energy is None else energy_section(energy),
         verdict=_verdict(rerun) if rerun else None,
         completeness_table=completeness_table(found),
         definitions=_definitions(),
+    )
+
+
+def render_ledger(ledger: EdgeLedger, energy: Energy | None) -> str:
+    """Return a page of the ledger and the energy alone."""
+    return _page(
+        "ledger_page.html.jinja",
+        title="What moved, and over what",
+        selection=ledger.selection,
+        ledger=ledger_section(ledger),
+        energy=None if energy is None else energy_section(energy),
     )
 
 
@@ -138,6 +153,18 @@ def completeness_table(found: Attribution) -> Table:
             value = ", ".join(f"{key}: {count}" for key, count in value.items()) or 0
         rows.append([field.name.replace("_", " "), str(value)])
     return Table(["", "count"], rows)
+
+
+def _page(template: str, **content: object) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("perfledger.dashboards", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return environment.get_template(template).render(
+        when=when, picture_style=Markup(STYLE), **content
+    )
 
 
 def _token_gaps_ms(requests: pl.DataFrame) -> list[float]:

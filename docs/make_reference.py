@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perfledger.cli import build_parser
+from perfledger.collectors.device import device_metrics
 from perfledger.collectors.host import host_metrics, wait_metrics
 from perfledger.schema import attributes, manifest, metrics, tables
 
 
 def sampler_metrics() -> str:
     """Return docs/sampler_metrics.md."""
-    lines = ["# Metrics of the host sampler and the wait-state sampler", ""]
-    lines += ["Made from collectors/host/host_metrics.py and wait_metrics.py. They are rows of the"]
-    lines += ["table `points`, of the services `perfledger.host` and `perfledger.waits`."]
+    lines = ["# Metrics of the samplers of the host, of waits and of devices", ""]
+    lines += ["Made from collectors/host/host_metrics.py and wait_metrics.py, and from"]
+    lines += ["collectors/device/device_metrics.py. They are rows of the table `points`, of the"]
+    lines += ["services `perfledger.host`, `perfledger.waits` and `perfledger.device`."]
     for title, module, declared in (
         ("Host", host_metrics, host_metrics.HOST_METRICS),
         ("Wait states", wait_metrics, wait_metrics.WAIT_METRICS),
+        ("Devices", device_metrics, device_metrics.DEVICE_METRICS),
     ):
         _, _, about = (inspect.getdoc(module) or "").partition("\n\n")
         lines += ["", f"## {title}", "", about, "", *metrics.metric_rows(declared)]

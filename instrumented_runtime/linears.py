@@ -137,6 +137,18 @@ def make_matrix(weight: Tensor, bias: Tensor | None, quantization: str) -> Matri
     return Dense(weight, bias)
 
 
+def matrix_bytes(
+    outputs: int, inputs: int, bias: bool, quantization: str, dtype: torch.dtype
+) -> int:
+    """Return what `make_matrix` of these sizes has as `bytes`, without making one."""
+    scales = outputs * torch.float32.itemsize
+    if quantization == "int8":
+        return outputs * inputs + scales + bias * scales  # its bias is float32, too
+    if quantization == "fp8" and not (outputs % 16 or inputs % 16):
+        return outputs * inputs + scales + bias * outputs * dtype.itemsize
+    return (outputs * inputs + bias * outputs) * dtype.itemsize
+
+
 def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows as e4m3 and the scale [rows, 1] that each must be multiplied with again."""
     largest = torch.finfo(torch.float8_e4m3fn).max

@@ -26,6 +26,7 @@ from perfledger.instrumented_runtime.parallel.served_model import (
 from perfledger.instrumented_runtime.parallel.splits import check_layout
 from perfledger.instrumented_runtime.runtime_version import runtime_version
 from perfledger.instrumented_runtime.scheduling.limits import Limits, check_options, limits_of
+from perfledger.instrumented_runtime.work_shape import rank_shapes
 from perfledger.schema.errors import UsageError
 
 
@@ -73,6 +74,7 @@ def load_rank(options: RuntimeOptions, checkpoint: Path, place: RankPlace) -> Lo
         runtime_version=runtime_version(),
         layout=str(place.layout),
         capacity=_capacity(options, placement, limits, model.weights_bytes).facts(),
+        shapes=rank_shapes(placement, options),
     )
     return LoadedRank(placement, model, cache, limits, facts)
 

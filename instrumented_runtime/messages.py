@@ -80,6 +80,7 @@ class Ready:
     runtime_version: str = ""  # of the engine's code; the router refuses another one than its own
     layout: str = ""  # the ranks of this replica, like "tp=2"
     capacity: dict[str, int] = field(default_factory=dict)  # the capacity ledger, bytes and tokens
+    shapes: tuple[str, ...] = ()  # of each rank, see work_shape.py
 
 
 class Token(NamedTuple):

@@ -27,6 +27,7 @@ from perfledger.instrumented_runtime.record_attributes import (
 )
 from perfledger.instrumented_runtime.records import (
     LEAVE_REASONS,
+    NOT_READ,
     WAIT_REASONS,
     Admit,
     ChoiceEnd,
@@ -58,8 +59,10 @@ from perfledger.instrumented_runtime.training.step_attributes import (
     shard_span,
     train_attributes,
 )
+from perfledger.instrumented_runtime.work_records import StepWork
 from perfledger.schema import metrics
 from perfledger.schema.metrics import Metric
+from perfledger.schema.model_shape import parse_shape
 
 _DECODE: Attributes = {"perfledger.phase": "decode", "perfledger.tokens": 1}
 _KV_ATTRIBUTES = {name: f"perfledger.step.kv_{name}" for name in Kv._fields[1:]}
@@ -78,10 +81,12 @@ class RecordSpans:
         self._random = random
         self._engine_trace_id = random.getrandbits(128) or 1
         self._engine: Attributes = {"perfledger.replica": replica, "perfledger.rank": rank}
+        self._rank = rank
         self._batch = BatchMembers()
         self._left: dict[int, LeftRequest] = {}
         self._kv: Kv | None = None  # of the coming step
         self._routed = RoutedSteps()
+        self._work = StepWork()
         self._train_parts: list[TrainPart] = []  # of the coming training step
         self._traffic = StepTraffic(self._engine_span, self._engine)
         self._missing = 0  # records lost since the last one with a time
@@ -141,6 +146,9 @@ class RecordSpans:
         return spans
 
     def _chunk(self, chunk: Chunk) -> list[FinishedSpan]:
+        self._work.take(chunk)
+        if chunk.request == NOT_READ:
+            return []
         if chunk.recompute:
             self.counts[metrics.RECOMPUTED_TOKENS, ""] += chunk.recompute
         if request := self._named(chunk.request):
@@ -175,6 +183,8 @@ class RecordSpans:
 
     def _kv_changed(self, kv: Kv) -> list[FinishedSpan]:
         self._kv = kv
+        if self._rank:
+            return []  # the blocks that rank 0 counts are those of all ranks
         for name, blocks in zip(_KV_ATTRIBUTES, kv[1:], strict=True):
             if blocks:
                 self.counts[metrics.KV_EVENTS, name] += blocks
@@ -246,6 +256,8 @@ class RecordSpans:
             if metric.name in attributes:
                 self._capacity[metric] = int(str(attributes.pop(metric.name)))
         self._engine = {**self._engine, **attributes}
+        if shape := attributes.get("perfledger.model.shape"):
+            self._work.microbatches = parse_shape(str(shape)).microbatches
         return []
 
     def _finish(self, record: RequestRecord) -> list[FinishedSpan]:
@@ -324,7 +336,8 @@ class RecordSpans:
             self._engine
             | step_attributes(step)
             | self._kv_attributes(step)
-            | self._routed.attributes(step.seq),
+            | self._routed.attributes(step.seq)
+            | self._work.attributes(step, complete=self._gap_end_ns <= step.start_ns),
             links=tuple(_link(member) for member in members),
         )
         children = [

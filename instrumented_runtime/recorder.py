@@ -27,6 +27,7 @@ from perfledger.instrumented_runtime.ring import to_signed
 from perfledger.instrumented_runtime.scheduling.degrading import CODES, Change
 from perfledger.instrumented_runtime.scheduling.plan import Chunk, StepPlan
 from perfledger.instrumented_runtime.scheduling.sequences import Request
+from perfledger.instrumented_runtime.work_records import chunk_sums, pack_decodes
 
 if TYPE_CHECKING:
     from perfledger.instrumented_runtime.moe import StepRouting
@@ -65,7 +66,7 @@ class Recorder:
         )
         self._write(ADMIT, fields)
 
-    def chunks(self, chunks: list[Chunk], seq: int) -> None:
+    def chunks(self, chunks: list[Chunk], seq: int, block_size: int) -> None:
         """Step `seq` computes these pieces of prompts: one record for each request."""
         for request, group in groupby(chunks, key=lambda chunk: chunk.sequence.of):
             of_it = list(group)
@@ -73,7 +74,8 @@ class Recorder:
             recomputed = sum([chunk.recomputed for chunk in of_it])
             last = of_it[-1]
             after = (int(last.last), len(request.sequences), len(last.samples))
-            self._write(CHUNK, (request.number, seq, tokens, recomputed, *after))
+            sums = chunk_sums([(chunk.start, chunk.tokens) for chunk in of_it], block_size)
+            self._write(CHUNK, (request.number, seq, tokens, recomputed, *after, *sums))
 
     def preempt(self, one: Request, seq: int, at_ns: int) -> None:
         """A request loses its blocks while step `seq` is planned."""
@@ -87,10 +89,11 @@ class Recorder:
         times_ns: tuple[int, int, int, int, int],
         counts: tuple[int, int, int],
         emptied: bool = False,
+        gathered_blocks: int = 0,
     ) -> None:
         """Step `seq` ended. `times_ns` are start, end of scheduling, start and end of sampling,
         end; `counts` are requests waiting, KV blocks used and KV blocks in all; `emptied` says
-        that it left the batch empty."""
+        that it left the batch empty; `gathered_blocks` are those of its decodes."""
         chunks, decodes, cpu_ns = plan.chunks, len(plan.decodes), NOT_READ
         if emptied or not seq % CPU_EVERY_STEPS:
             now_ns = process_time_ns()
@@ -99,19 +102,37 @@ class Recorder:
             batch = (decodes + len(chunks), sum([chunk.tokens for chunk in chunks]), decodes)
         else:
             batch = (decodes, 0, decodes)
-        self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns))
+        # The step is behind them: `computed` are the tokens that each attended to.
+        decoded = pack_decodes(sum([one.computed for one in plan.decodes]), gathered_blocks)
+        self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns, decoded))
+
+    def followed_chunk(
+        self, seq: int, piece: tuple[int, int], samples: int, block_size: int
+    ) -> None:
+        """A rank that schedules nothing computes a piece (tokens before it, its tokens)."""
+        sums = chunk_sums([piece], block_size)
+        self._write(CHUNK, (NOT_READ, seq, piece[1], 0, 0, 0, samples, *sums))
+
+    def followed_moves(self, seq: int, moved: tuple[int, int, int]) -> None:
+        """A rank that schedules nothing copied so many blocks, swapped out and swapped in."""
+        self._write(KV, (seq, 0, 0, *moved))
 
     def followed(
-        self, seq: int, times_ns: tuple[int, int, int], batch: tuple[int, int, int]
+        self,
+        seq: int,
+        times_ns: tuple[int, int, int],
+        batch: tuple[int, int, int],
+        decodes: tuple[int, int],
     ) -> None:
         """A rank that schedules nothing ended step `seq`. `times_ns` are its start, when its rows
-        were there, its end; `batch` are its sequences, prompt tokens and decoded tokens."""
+        were there, its end; `batch` are its sequences, prompt tokens and decoded tokens; `decodes`
+        the tokens that these attended to, and the blocks that they gathered."""
         start_ns, known_ns, end_ns = times_ns
         now_ns = process_time_ns()
         cpu_ns, self._cpu_ns = now_ns - self._cpu_ns, now_ns
         unknown = (NOT_READ, NOT_READ, NOT_READ)  # requests that wait and KV blocks: rank 0's
-        fields = (seq, start_ns, known_ns, end_ns, end_ns, end_ns, *batch, *unknown, cpu_ns)
-        self._write(STEP, fields)
+        times = (start_ns, known_ns, end_ns, end_ns, end_ns)
+        self._write(STEP, (seq, *times, *batch, *unknown, cpu_ns, pack_decodes(*decodes)))
 
     def kv(self, counts: KvCounts, seq: int) -> None:
         """Tell what happened to KV blocks since the last time, if anything did."""

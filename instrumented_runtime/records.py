@@ -73,6 +73,7 @@ class Step(NamedTuple):
     kv_blocks_used: int
     kv_blocks_total: int
     cpu_ns: int  # CPU time of the engine process since the last reading; NOT_READ in between
+    decodes: int = NOT_READ  # tokens and KV blocks that they read, see work_records.pack_decodes
 
 
 class Admit(NamedTuple):
@@ -94,15 +95,25 @@ class Admit(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a prompt (or of tokens computed again) that step `seq` computes."""
+    """A piece of a prompt (or of tokens computed again) that step `seq` computes.
 
-    request: int
+    One of each sequence, where several of a request are computed again. A rank that schedules
+    nothing tells of each piece without its request.
+    """
+
+    request: int  # NOT_READ from a rank that schedules nothing
     seq: int
     tokens: int
     recompute: int  # tokens among them that were computed before a preemption
     last: int  # 1: all its sequences decode from the next step on
     sequences: int  # how many those are
     samples: int  # tokens that the step samples for it
+    pieces: int = NOT_READ  # from here on as in schema.step_work.BatchShape
+    continued: int = 0
+    key_tokens: int = 0
+    pairs: int = 0
+    continued_pairs: int = 0
+    gathered_blocks: int = 0
 
 
 class Preempt(NamedTuple):

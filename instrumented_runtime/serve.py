@@ -214,6 +214,8 @@ def rank_records(ready: Ready, replica: str, layout: Layout) -> list[EngineRecor
         }
         if layout.world > 1:
             attributes["perfledger.layout"] = str(layout)
+        if ready.shapes:
+            attributes["perfledger.model.shape"] = ready.shapes[rank]
         ledger = {metric.name: ready.capacity.get(_ledger_name(metric)) for metric in CAPACITY}
         attributes |= {name: size for name, size in ledger.items() if size is not None}
         records.append(EngineRecord(attributes, replica, rank))

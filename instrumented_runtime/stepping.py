@@ -145,7 +145,7 @@ class Stepper:
             if self._recorder is not None:
                 self._recorder.preempt(victim, seq, victim.queue_start_ns)
         if self._recorder is not None and plan.chunks:
-            self._recorder.chunks(plan.chunks, seq)
+            self._recorder.chunks(plan.chunks, seq, block_size)
         prepared = [prepare_chunk(chunk, block_size) for chunk in plan.chunks]
         while True:
             queue_end_ns, planned = monotonic_ns(), len(plan.chunks)
@@ -158,7 +158,7 @@ class Stepper:
             self._plant("context", (request,))
             self._record_admission(request, seq, queue_end_ns)
             if self._recorder is not None:
-                self._recorder.chunks(chunks, seq)
+                self._recorder.chunks(chunks, seq, block_size)
 
     def _record_admission(self, request: Request, seq: int, queue_end_ns: int) -> None:
         account = request.account
@@ -193,7 +193,10 @@ class Stepper:
             if routing is not None:
                 self._recorder.routed(routing, self._seq)
             emptied = bool(ended) and self.scheduler.seats == len(ended)
-            self._recorder.step(plan, self._seq, times, (waiting, used, kv.count), emptied)
+            gathered = 0 if rows.decode is None else len(rows.decode.table)
+            self._recorder.step(
+                plan, self._seq, times, (waiting, used, kv.count), emptied, gathered
+            )
         for sequence, token in zip(sampled, output, strict=True):
             if token.finish is not None:
                 self._end(sequence, end_ns, token.finish)

@@ -34,6 +34,8 @@ EVENT_STREAM: Headers = [
 ]
 # LEAVE_REASONS of a request that the engine did not take, though it is a good one.
 REFUSALS = frozenset({"deadline", "shed", "degraded"})
+# A write that takes this long waited for the client to read; others take some tens of us.
+UNREAD_NS = 1_000_000
 # HTTP status of a request that the engine did not finish, by LEAVE_REASONS name; else 500.
 STATUS_OF_REASON = {"shutdown": 503, "out_of_memory": 503, **dict.fromkeys(REFUSALS, 429)}
 
@@ -59,6 +61,7 @@ class Completion(Response):
         self._delays_ns = delays_ns
         self._format = AnswerFormat(asked, trace.answer_id, trace.created_s)
         self._finishes: dict[int, str] = {}  # of the choices that have ended
+        self._unread: list[tuple[int, int]] = []  # writes that waited for the client
         self._started = False
         self._disconnected = False
 
@@ -96,8 +99,7 @@ class Completion(Response):
         await self._start(send, 200, [*EVENT_STREAM, *self._told()])
         while len(self._finishes) < len(self._texts):
             if events := self._format.events(sampled.choice, text, finish):
-                await send(_body(events))
-                self._trace.first_chunk_written()
+                await self._write(send, events)
             sampled, text, finish = await self._next()
         ready_ns = await self._text_ready(sampled)
         with self._last_part(ready_ns):
@@ -133,13 +135,32 @@ class Completion(Response):
                 self._answer.end_choice(sampled.choice, "stop_string")
         return sampled, text, finish
 
+    async def _write(self, send: Send, body: bytes) -> None:
+        """Write a part of the answer, and note it where the client kept it waiting."""
+        start_ns = monotonic_ns()
+        await send(_body(body))
+        end_ns = monotonic_ns()
+        self._trace.first_chunk_written()
+        if end_ns - start_ns >= UNREAD_NS:
+            self._unread.append((start_ns, end_ns))
+
     async def _text_ready(self, last: Sampled) -> int:
-        """All text is there: end `detokenize`, and return when."""
+        """All text is there: end `detokenize`, and return when.
+
+        What the client did not read while the engine went on is written between: that is `stream`.
+        """
+        begin_ns = last.sent_ns
         try:
             await plant(self._delays_ns, "detokenize")
         finally:
             ready_ns = monotonic_ns()
-            self._trace.add_span("detokenize", last.sent_ns, ready_ns)
+            if late := [one for one in self._unread if one[1] > begin_ns]:
+                first_ns = max(begin_ns, late[0][0])
+                if first_ns > begin_ns:
+                    self._trace.add_span("detokenize", begin_ns, first_ns)
+                begin_ns = late[-1][1]
+                self._trace.add_span("stream", first_ns, begin_ns, {"perfledger.reason": "unread"})
+            self._trace.add_span("detokenize", begin_ns, ready_ns)
         return ready_ns
 
     async def _send_last(self, send: Send, body: bytes) -> None:

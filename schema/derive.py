@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from perfledger.schema.attributes import REQUEST_ROOTS, STEP_NAMES
 from perfledger.schema.columns import Table
+from perfledger.schema.derived_work import SHAPE_ATTRIBUTE, WORK_ATTRIBUTES, work_columns
 from perfledger.schema.intervals import Ints
 from perfledger.schema.own_spans import OWN_COLUMNS, find_own_spans
 from perfledger.schema.partition import Partition, partition
@@ -49,9 +50,14 @@ def step_rows(spans: pl.DataFrame, received_ns: int) -> pl.DataFrame:
     )
     rows = steps
     for name in ("schedule", "sample"):
-        rows = rows.join(_child(children, name), on=_IDS, how="left")
-    rows = rows.join(_counts(steps), on=_IDS, how="left")
+        rows = rows.join(_child(children, name), on=_IDS, how="left", maintain_order="left")
+    counts = _counts(steps)
+    told = counts.select("prefill_tokens", "decode_tokens", *WORK_ATTRIBUTES.values())
+    rows = pl.concat(
+        [rows, counts, work_columns(_texts(steps, SHAPE_ATTRIBUTE), told)], how="horizontal"
+    )
     rows = rows.with_columns(
+        *_nothing_decoded(),
         start_ns=pl.coalesce("schedule_start_ns", "start_ns"),
         schedule_end_ns=pl.coalesce("schedule_end_ns", "start_ns"),
         kind=pl.col("name"),
@@ -76,13 +82,43 @@ def _child(children: pl.DataFrame, name: str) -> pl.DataFrame:
 
 
 def _counts(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the counts that steps carry as attributes, one column each, null where not told."""
-    pairs = steps.select(*_IDS, "attributes").explode("attributes").unnest("attributes")
-    pairs = pairs.filter(pl.col("key").is_in(list(_STEP_COUNTS)))
-    return pairs.group_by(_IDS).agg(
-        pl.col("int").filter(pl.col("key") == key).first().alias(column)
-        for key, column in _STEP_COUNTS.items()
+    """Return the counts that steps carry as attributes, in their order.
+
+    One column each, null where not told; of a key that is there twice the first counts.
+    """
+    keys = {**_STEP_COUNTS, **WORK_ATTRIBUTES}
+    pairs = _pairs(steps, list(keys)).filter(pl.col("int").is_not_null()).reverse()
+    number = {key: at for at, key in enumerate(keys)}
+    column = pairs["key"].replace_strict(number, return_dtype=pl.Int64).to_numpy()
+    at = column, pairs["row"].to_numpy()
+    values = np.zeros((len(keys), len(steps)), np.int64)
+    told = np.zeros_like(values, np.bool_)
+    values[at], told[at] = pairs["int"].to_numpy(), True
+    return pl.DataFrame(
+        {name: _known(values[at], told[at]) for at, name in enumerate(keys.values())}
     )
+
+
+def _texts(steps: pl.DataFrame, key: str) -> pl.Series:
+    """Return a text that steps carry as an attribute, in their order; null where not told."""
+    pairs = _pairs(steps, [key]).unique("row", keep="first")
+    rows = steps.select("span_id").with_row_index("row").join(pairs, on="row", how="left")
+    return rows.sort("row")["text"]
+
+
+def _pairs(steps: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
+    """Return the attributes of these keys, one a row, with the row of their step."""
+    pairs = steps.select("attributes").with_row_index("row").explode("attributes")
+    return pairs.unnest("attributes").filter(pl.col("key").is_in(keys))
+
+
+def _nothing_decoded() -> list[pl.Expr]:
+    """Return 0 for what the decodes of a step read, where there are none."""
+    none = pl.when(pl.col("decode_tokens") == 0).then(0)
+    return [
+        pl.coalesce(name, none).alias(name)
+        for name in ("decode_context_tokens", "decode_gathered_blocks")
+    ]
 
 
 def request_rows(
@@ -143,7 +179,7 @@ def rows_of(
         steps=_known(steps, steps > 0),
         preemptions=_known(traces.waits - 1, traces.waits > 0),
         longest=longest,
-        replica=_first_replica(traces),
+        replica=pl.coalesce("replica", _first_replica(traces)),
         token_times_ns=_token_lists(len(roots), times),
         operation=pl.coalesce(
             "operation", pl.when(pl.col("name").is_in(list(REQUEST_ROOTS))).then("name")

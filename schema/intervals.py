@@ -85,9 +85,14 @@ class Coverage:
 
     @classmethod
     def of(cls, start: Ints, end: Ints) -> "Coverage":
-        """Take any intervals."""
-        pieces = first_match(start, end, np.zeros(len(start), np.int64))
-        return cls(pieces.start, pieces.end)
+        """Take any intervals. One that ends before it starts covers nothing."""
+        rows = np.flatnonzero(end > start)
+        rows = rows[np.argsort(start[rows], kind="stable")]  # fast where most are in order
+        if not len(rows):
+            return cls(start[rows], end[rows])
+        start, reached = start[rows], np.maximum.accumulate(end[rows])
+        first = np.concatenate([[0], 1 + np.flatnonzero(start[1:] > reached[:-1])])
+        return cls(start[first], reached[np.append(first[1:] - 1, len(rows) - 1)])
 
     def before(self, position: Ints) -> Ints:
         """Return the covered length before each position."""

@@ -45,6 +45,7 @@ _OTHER_CODE = "other code takes other time"
 _OTHER_BATCH = "it shapes the batches, and so queueing and time per token"
 _OTHER_HOST = "another machine is another speed"
 _OTHER_CLOCK = "the clock rate follows it"
+_OTHER_PLACE = "memory, devices and peers are nearer or farther, on wider or narrower links"
 _OTHER_SHARE = "it limits how much of the machine the run may use"
 _OTHER_LOAD = "other requests are other work"
 
@@ -93,6 +94,12 @@ FIELDS: tuple[Field, ...] = (
     Field("device.firmware", list, "accelerator firmware (VBIOS)", _OTHER_CODE),
     Field("device.power_limits", list, "power limits, mW", _OTHER_CLOCK),
     Field("device.max_clocks", list, "highest SM clocks, MHz", _OTHER_CLOCK),
+    Field("topology.numa", list, "NUMA nodes: CPUs, memory, distances", _OTHER_PLACE),
+    Field("topology.gpus", list, "GPUs: NUMA node and PCIe link; empty if none", _OTHER_PLACE),
+    Field("topology.links", list, "paths from GPU to GPU and to network cards", _OTHER_PLACE),
+    Field("topology.nics", list, "network cards that are up: speed, NUMA node", _OTHER_PLACE),
+    Field("topology.placement", list, "CPUs and memory nodes of the server", _OTHER_SHARE),
+    Field("topology.container", str, "kind of container, as far as seen", _OTHER_CODE),
     Field("workload.hash", str, "hash of all requests in order", _OTHER_LOAD, essential=True),
     Field("workload.requests", int, "requests sent", _OTHER_LOAD, essential=True),
     Field("workload.prompt_tokens", int, "prompt tokens asked for, all requests", _OTHER_LOAD),
@@ -114,7 +121,8 @@ FIELDS: tuple[Field, ...] = (
 )
 FIELD: dict[str, Field] = {field.name: field for field in FIELDS}
 
-# What makes a machine the same one for a cached measurement of its noise.
+# What makes a machine the same one for a cached measurement of its noise. Topology is left out: it
+# follows from the machine, but for placement and network cards, which change from run to run.
 _HOST_FIELDS = tuple(
     field.name
     for field in FIELDS

@@ -14,7 +14,7 @@ ROOT_COLUMNS: tuple[str, ...] = (
     *("trace_id", "span_id", "parent_span_id", "name", "start_ns", "end_ns", "status"),
     *("run_id", "service_name", "operation", "model", "input_tokens", "cached_tokens"),
     *("output_tokens", "reasoning_tokens", "error_type", "outcome", "tenant", "traffic_class"),
-    *("session", "deadline_ms", "ttfc_ns", "boot_id"),
+    *("session", "deadline_ms", "ttfc_ns", "boot_id", "replica"),
 )
 # Operations that generate; an agent, a tool or an embedding is not a request of an LLM's tokens
 # (OpenTelemetry GenAI conventions, `gen_ai.operation.name`).

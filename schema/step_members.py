@@ -46,9 +46,9 @@ def find_members(
         step = np.repeat(row[first : first + len(lists)], np.diff(offset))
         first += len(lists)
         values = lists.values[offset[0] : offset[-1]]
-        found = _find(index, values.field("trace_id"), values.field("span_id"))
+        found = find_requests(index, values.field("trace_id"), values.field("span_id"))
         known = np.flatnonzero((found >= 0) & (step >= 0))
-        phase = _phases(values.field("phase"), prefills, step)
+        phase = phases_of(values.field("phase"), prefills, step)
         parts.append(Members(found[known], step[known], phase[known]))
     return Members(
         np.concatenate([part.request for part in parts]),
@@ -57,8 +57,8 @@ def find_members(
     )
 
 
-def _find(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
-    """Look up each different id once."""
+def find_requests(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
+    """Return the row in `index` of each id, or -1. Looks up each different id once."""
     trace_id, span_id = encoded(trace_id), encoded(span_id)
     traces, spans = len(trace_id.dictionary), len(span_id.dictionary)
     trace_code, span_code = codes(trace_id, null=traces), codes(span_id, null=spans)
@@ -71,7 +71,7 @@ def _find(index: SpanIndex, trace_id: pa.Array, span_id: pa.Array) -> Ints:
     return index.find(ids)[span_code]
 
 
-def _phases(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> Small:
+def phases_of(phase: pa.Array, prefills: NDArray[np.bool_], step: Ints) -> Small:
     """Number the phases; where a link does not tell, the kind of the step does."""
     number = numbered(phase, _PHASES, other=DECODE, null=_UNTOLD)
     untold = np.flatnonzero(number == _UNTOLD)

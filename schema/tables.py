@@ -4,6 +4,7 @@ import pyarrow as pa
 
 from perfledger.schema.columns import Column, Table
 from perfledger.schema.stages import STAGES
+from perfledger.schema.step_work import COLUMN_MEANINGS
 
 NS = pa.int64()
 TEXT = pa.string()
@@ -190,6 +191,9 @@ STEPS = Table(
         Column("kv_blocks_total", COUNT, "KV blocks there are"),
         Column("cpu_ns", NS, "CPU time of the engine process since the last step that told it"),
         Column("members", MEMBERS, "the requests in the batch: trace, root span, phase, tokens"),
+        Column("decode_context_tokens", COUNT, "tokens that decoding rows attend to, own included"),
+        Column("decode_gathered_blocks", COUNT, "KV blocks gathered for them, padding included"),
+        *(Column(name, COUNT, meaning) for name, meaning in COLUMN_MEANINGS.items()),
         Column("received_ns", NS, "arrival at the collector", required=True),
     ),
     key=("trace_id", "span_id"),
@@ -248,7 +252,7 @@ RUNS = Table(
     "One row per recorded run: its manifest, raw samples and verdict, as JSON.",
     (
         Column("run_id", TEXT, "id of the run", required=True),
-        Column("kind", TEXT, "record, load, rerun or import", required=True),
+        Column("kind", TEXT, "record, load, rerun, import or ceilings", required=True),
         Column("created_ns", NS, "wall clock", required=True),
         Column("manifest", TEXT, "manifest, canonical JSON"),
         Column("manifest_hash", TEXT, "sha256 of the manifest"),
@@ -310,25 +314,9 @@ KERNELS = Table(
     sort=("rank", "start_ns"),
 )
 
-KV_EVENTS = Table(
-    "kv_events",
-    "KV blocks stored, evicted and moved (not yet filled).",
-    (
-        *_SOURCE,
-        Column("time_ns", NS, "wall clock", required=True),
-        Column("event", TEXT, "stored, evicted, swapped_out or swapped_in", required=True),
-        Column("blocks", COUNT, "blocks concerned", required=True),
-        Column("trace_id", pa.binary(), "request concerned, where known"),
-        Column("span_id", pa.binary(), "its server root"),
-        Column("received_ns", NS, "arrival at the collector", required=True),
-    ),
-    key=("time_ns", "event", "trace_id", "span_id"),
-    sort=("time_ns",),
-)
-
 TABLES: dict[str, Table] = {
     table.name: table
-    for table in (SPANS, LOGS, POINTS, STEPS, REQUESTS, RUNS, COLLECTIVES, KERNELS, KV_EVENTS)
+    for table in (SPANS, LOGS, POINTS, STEPS, REQUESTS, RUNS, COLLECTIVES, KERNELS)
 }
 
 

@@ -36,8 +36,8 @@ def small_model() -> StepModel:
 class Engine:
     """`answers` of a request of several choices are under (request, choice)."""
 
-    def __init__(self, limits: Limits) -> None:
-        model = small_model()
+    def __init__(self, limits: Limits, model: StepModel | None = None) -> None:
+        model = model or small_model()
         kv = PagedKvCache(
             model.config,
             limits.kv_blocks,

@@ -300,6 +300,50 @@ def test_selections(tmp_path: Path) -> None:
         traces_of(run="run-3")
 
 
+def test_one_replica_of_several(tmp_path: Path) -> None:
+    rows = [
+        *served(1, 100, 1, replica="0"),
+        *served(2, 200, 2, replica="1"),
+        *request(3, 300, 3, outcome="refused")[:1],
+    ]
+    write(tmp_path, rows)
+    of_one = analyzers.open(str(tmp_path)).where(service="llm", replica="1")
+    found = attribute(of_one)
+    assert (found.selection, len(found.requests)) == ("service llm, replica 1", 1)
+    assert found.requests["trace_id"].to_list() == [trace(2)]
+    assert found.requests["replica"].to_list() == ["1"]  # what its root says, not what its steps do
+    assert (found.completeness.without_root, found.completeness.losses()) == (0, [])
+    with pytest.raises(NoDataError, match="no request matches") as raised:
+        attribute(of_one.where(replica="2"))
+    assert "replica 2" in str(raised.value)
+
+
+def test_a_run_of_clients_stands_for_the_requests_that_they_made(tmp_path: Path) -> None:
+    caller: Row = {"parent_span_id": (99).to_bytes(8, "big")}
+    rows = [
+        *served(1, 100, 4, **caller),
+        *served(2, 200, 4, **caller),
+        *served(3, 250, 4),  # somebody else's
+        *(client(number, 99 * number, [], 150 * number, run_id="load-1") for number in (1, 2)),
+        client(8, 99, [], 150, run_id="load-2"),
+    ]
+    write(tmp_path, rows)
+    everything = analyzers.open(str(tmp_path))
+    found = attribute(everything.where(run="load-1"))
+    assert [int.from_bytes(one) for one in found.requests["trace_id"]] == [1, 2]
+    assert found.selection == (
+        "requests made by run load-1, service llm, from 2026-09-21T14:13:20.100+00:00,"
+        " to 2026-09-21T14:13:20.221+00:00"
+    )
+    assert found.client is not None and found.client.matched == 2
+    assert found.completeness.losses() == []
+    later = attribute(everything.where(run="load-1", from_ns=BASE + 150 * MS))
+    assert [int.from_bytes(one) for one in later.requests["trace_id"]] == [2]
+    lonely = "run load-2 is one of a client: 1 calls, and no request of a server continues"
+    with pytest.raises(NoDataError, match=lonely):
+        attribute(everything.where(run="load-2"))
+
+
 def test_a_request_outside_the_selection_keeps_its_spans(tmp_path: Path) -> None:
     """Request 1 calls another service in the same trace; that one's wait is not its own."""
     inner: Row = {"trace_id": trace(1), "service_name": "other"}

@@ -97,10 +97,18 @@ def test_tables_that_are_no_flags_are_handed_on(file: Path) -> None:
         "scrape": {"interval": 5},
         "host": {},
         "wait_states": {},
+        "device": {},
         "sampling": {"keep": {"errors": True}},
         "forward": {},
     }
-    assert set(options().tables) == {"scrape", "host", "wait_states", "sampling", "forward"}
+    assert set(options().tables) == {
+        "scrape",
+        "host",
+        "wait_states",
+        "device",
+        "sampling",
+        "forward",
+    }
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,18 @@ def test_the_report_is_whole_in_a_browser_and_asks_for_nothing(finished: Finishe
         text=True,
         timeout=120,
     )
-    for heading in ("Where the time went", "Time to first token", "The rerun", "Definitions"):
+    for heading in (
+        "Where the time went",
+        "Time to first token",
+        "What moved, and over what",
+        "Under which roof",
+        "Energy",
+        "The rerun",
+        "Definitions",
+    ):
         assert heading in run.stdout
-    assert len(re.findall("<svg", run.stdout)) == 5
+    # Five of the requests and the verdict; the ledger's two are for a page and for a phone each.
+    assert len(re.findall("<svg", run.stdout)) == 5 + 2 * 2
     assert "nothing to draw" not in run.stdout
 
 

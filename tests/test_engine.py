@@ -41,6 +41,7 @@ from perfledger.instrumented_runtime.records import (
 from perfledger.instrumented_runtime.ring import Reader, Ring
 from perfledger.instrumented_runtime.runtime_version import runtime_version
 from perfledger.schema.clocks import monotonic_ns
+from perfledger.schema.model_shape import parse_shape
 
 OPTIONS = RuntimeOptions(model="reference-small", threads=1)
 BLOCK_BYTES = 2 * 3 * 16 * 4 * 64 * 4  # K and V, layers, tokens, heads, head_dim, float32
@@ -131,7 +132,10 @@ def test_facts_answers_and_an_end_on_request(one_by_one: dict[int, list[int]]) -
             runtime_version=runtime_version(),
             layout="single",
             capacity=capacity,
+            shapes=ready.shapes,
         )
+        (shape,) = (parse_shape(text) for text in ready.shapes)
+        assert (shape.layers, shape.hidden, shape.block) == (3, 256, 16)
         assert capacity["weights_bytes"] == 4 * ready.parameters
         assert capacity["kv_bytes"] == ready.kv_blocks * BLOCK_BYTES
         for number in range(6):

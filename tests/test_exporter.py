@@ -505,10 +505,10 @@ if __name__ == "__main__":
     process.start()
     far.close()
     writer = Writer.attach(ring.name)
-    writer.write(STEP, (1, 10, 11, 12, 13, 14, 0, 0, 1, 0, 0, 9, 1))
+    writer.write(STEP, (1, 10, 11, 12, 13, 14, 0, 0, 1, 0, 0, 9, 1, 0))
     while not ring.counts().exported:
         time.sleep(0.01)
-    writer.write(STEP, (2, 20, 21, 22, 23, 24, 0, 0, 1, 0, 0, 9, 1))
+    writer.write(STEP, (2, 20, 21, 22, 23, 24, 0, 0, 1, 0, 0, 9, 1, 0))
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -156,7 +156,8 @@ def test_a_second_variable_refuses(tmp_path: Path) -> None:
     finally:
         os.sched_setaffinity(0, cores)
     assert "\n  host.affinity: " in str(refused.value)
-    assert str(refused.value).count("\n  ") == 2  # that one, and what to try
+    assert "\n  topology.placement: " in str(refused.value)  # the server's, which follows
+    assert str(refused.value).count("\n  ") == 3  # those, and what to try
     kept = Store.at(str(tmp_path / "store")).scan("runs").collect()
     assert kept.height == 1  # the run that was fine
 

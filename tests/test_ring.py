@@ -158,13 +158,13 @@ from perfledger.instrumented_runtime.ring import Gap, Reader, Ring, Writer
 def write(name, count):
     writer = Writer.attach(name)
     for number in range(count):
-        writer.write(STEP, (number,) * 13)
+        writer.write(STEP, (number,) * 14)
 
 def write_for_ever(name):
     writer = Writer.attach(name)
     number = 0
     while True:
-        writer.write(STEP, (number,) * 13)
+        writer.write(STEP, (number,) * 14)
         number += 1
 
 def check(records, following):
@@ -173,7 +173,7 @@ def check(records, following):
         if isinstance(record, Gap):
             following += record.dropped
         else:
-            assert tuple(record) == (following,) * 13, (record, following)
+            assert tuple(record) == (following,) * 14, (record, following)
             following += 1
     return following
 

@@ -26,7 +26,7 @@ class Written:
 
     def step(self, place: Place, seq: int, prefill_tokens: int = 0, waiting: int = 0) -> None:
         times = (10, 11, 12, 13, 14)
-        self.write(place, STEP, seq, *times, 1, prefill_tokens, 1, waiting, 0, 9, 5)
+        self.write(place, STEP, seq, *times, 1, prefill_tokens, 1, waiting, 0, 9, 5, 0)
 
     def write(self, place: Place, kind: int, *record: int) -> None:
         self._writers[place].write(kind, record)
@@ -93,7 +93,7 @@ def test_a_restarted_rank_begins_a_new_trace_and_closes_what_was_open(written: W
     place = ("1", 0)
     assert written.started(EngineRecord({"perfledger.device": "cpu"}, *place)) == []
     written.write(place, ADMIT, 7, 1, 0, 77, 78, 1, 2, 3, 5, 0, 0, 0, 0)
-    written.write(place, CHUNK, 7, 1, 5, 0, 1, 1, 1)
+    written.write(place, CHUNK, 7, 1, 5, 0, 1, 1, 1, 1, 0, 5, 25, 0, 0)
     written.step(place, 1, prefill_tokens=5)
     first = written.read()
     written.step(place, 2)  # its last one: not read when the next process is ready

@@ -73,7 +73,7 @@ def test_records_tell_membership_and_token_times() -> None:
         (3, 2, 0, 2, 0, 8),
         (4, 1, 0, 1, 0, 7),
     ]
-    assert [tuple(chunk) for chunk in engine.of(Chunk)] == [
+    assert [tuple(chunk)[:7] for chunk in engine.of(Chunk)] == [
         (1, 1, 64, 0, 0, 1, 0),
         (1, 2, 36, 0, 1, 1, 1),
         (2, 2, 10, 0, 1, 1, 1),

@@ -132,13 +132,18 @@ class Answered:
         return usage
 
 
-def answer_to(said: Sequence[FromEngine], *, n: int, stream: bool, **fields: Any) -> Answered:
-    """Submit a completion request of 5 prompt tokens and answer with what an engine says."""
-    return asyncio.run(_answer_to(said, n, stream, fields))
+def answer_to(
+    said: Sequence[FromEngine], *, n: int, stream: bool, unread_s: float = 0, **fields: Any
+) -> Answered:
+    """Submit a completion request of 5 prompt tokens and answer with what an engine says.
+
+    The client reads nothing of its body for `unread_s`.
+    """
+    return asyncio.run(_answer_to(said, n, stream, unread_s, fields))
 
 
 async def _answer_to(
-    said: Sequence[FromEngine], n: int, stream: bool, fields: dict[str, Any]
+    said: Sequence[FromEngine], n: int, stream: bool, unread_s: float, fields: dict[str, Any]
 ) -> Answered:
     near, far = multiprocessing.Pipe()
     link = EngineLink(near, Hears())
@@ -158,6 +163,8 @@ async def _answer_to(
 
     async def send(message: Message) -> None:
         sent.append(message)
+        if len(sent) == 2:
+            await asyncio.sleep(unread_s)
 
     for message in said:
         far.send(message)
@@ -210,6 +217,18 @@ def test_the_last_choice_that_stops_ends_the_request() -> None:
     got = answer_to(said, n=2, stream=True, stop="stop")
     assert got.choices == {0: (" ", "stop"), 1: (" ", "stop")}
     assert got.told == [Abort(1, "stop_string", 1), Abort(1, "stop_string")]
+
+
+def test_an_answer_that_the_client_does_not_read_is_no_detokenizing() -> None:
+    words = [TOKENIZER.encode(text)[0] for text in (" the", " of", " a")]
+    said = [step(Token(1, word, "length" if word == words[-1] else None)) for word in words]
+    spans = answer_to(said, n=1, stream=True, unread_s=0.05).record.spans
+    told = [(span.name, span.attributes) for span in spans]
+    unread = ("stream", {"perfledger.reason": "unread"})
+    assert told == [("detokenize", {}), unread, ("detokenize", {}), ("stream", {})]
+    assert spans[0].start_ns == said[-1].sent_ns
+    assert [one.end_ns for one in spans[:-1]] == [one.start_ns for one in spans[1:]]
+    assert spans[1].end_ns - spans[1].start_ns >= 45_000_000
 
 
 @settings(max_examples=60, deadline=None)

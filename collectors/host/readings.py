@@ -95,7 +95,7 @@ class PointStream:
         self._request = ExportMetricsServiceRequest()
         group = self._request.resource_metrics.add()
         group.resource.attributes.extend(
-            _key_value(key, value) for key, value in self._resource.items() if value != ""
+            key_value(key, value) for key, value in self._resource.items() if value != ""
         )
         scoped = group.scope_metrics.add()
         scoped.scope.name, scoped.scope.version = self._scope_name, SCHEMA_VERSION
@@ -104,17 +104,18 @@ class PointStream:
         self._series = []
         for metric, _, attributes in readings:
             if metric.name not in messages:
-                messages[metric.name] = _describe(scoped.metrics.add(), metric)
+                messages[metric.name] = describe(scoped.metrics.add(), metric)
             message = messages[metric.name]
             data = message.sum if metric.kind == "counter" else message.gauge
             series = _Series(metric, attributes, data.data_points.add())
-            series.point.attributes.extend(_key_value(key, value) for key, value in attributes)
+            series.point.attributes.extend(key_value(key, value) for key, value in attributes)
             if (before := known.get((metric.name, attributes))) is not None:
                 series.start_ns, series.last = before.start_ns, before.last
             self._series.append(series)
 
 
-def _describe(message: MetricMessage, metric: Metric) -> MetricMessage:
+def describe(message: MetricMessage, metric: Metric) -> MetricMessage:
+    """Fill a message in with what is declared of a metric, and return it."""
     message.name, message.unit, message.description = metric.name, metric.unit, metric.meaning
     if metric.kind == "counter":
         message.sum.is_monotonic = True
@@ -124,7 +125,8 @@ def _describe(message: MetricMessage, metric: Metric) -> MetricMessage:
     return message
 
 
-def _key_value(key: str, value: str | int) -> KeyValue:
+def key_value(key: str, value: str | int) -> KeyValue:
+    """Return an attribute as OTLP has it."""
     pair = KeyValue(key=key)
     if isinstance(value, int):
         pair.value.int_value = value

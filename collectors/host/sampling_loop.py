@@ -13,14 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from perfledger.collectors.defects import tell_defect
-from perfledger.collectors.otlp_rows import SIGNALS
+from perfledger.collectors.otlp_rows import LOGS, METRICS, Signal
 from perfledger.collectors.transport.otlp_receiver import Refusal, Sink, reservation
 from perfledger.schema.clocks import monotonic_ns
-
-METRICS = next(signal for signal in SIGNALS if signal.name == "metrics")
 
 # Telemetry must not slow what it watches: a process of hundreds of busy threads is sampled less.
 MOST_CPU_SHARE = 0.05
@@ -51,6 +49,15 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsEvents(Protocol):
+    """A sampler that also tells of things that happen once, as a device that is lost."""
+
+    def events(self) -> bytes | None:
+        """Return an OTLP logs request of what happened since, or None. Called between samples."""
+        ...
+
+
 async def run_sampler(sampler: Sampler, sink: Sink, stop: asyncio.Event) -> None:
     """Sample until `stop` is set, or until there is nothing more to sample."""
     loop = asyncio.get_running_loop()
@@ -64,14 +71,16 @@ async def run_sampler(sampler: Sampler, sink: Sink, stop: asyncio.Event) -> None
             elif body is not None:
                 if delivery is not None:
                     await delivery  # it is done; what it raised ends this
-                delivery = asyncio.create_task(_deliver(sampler, sink, body))
+                delivery = asyncio.create_task(_deliver(sampler, sink, METRICS, body))
+            if isinstance(sampler, TellsEvents) and (events := sampler.events()) is not None:
+                await _deliver(sampler, sink, LOGS, events)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pace.wait_s(monotonic_ns(), cost_ns))
         last, _ = await loop.run_in_executor(thread, _guarded, sampler, sampler.close)
     if delivery is not None:
         await delivery
     if last is not None:
-        await _deliver(sampler, sink, last)
+        await _deliver(sampler, sink, METRICS, last)
 
 
 class Pace:
@@ -115,11 +124,11 @@ def _guarded(sampler: Sampler, take: Callable[[], bytes | None]) -> tuple[bytes 
     return body, time.thread_time_ns() - started_ns
 
 
-async def _deliver(sampler: Sampler, sink: Sink, body: bytes) -> None:
+async def _deliver(sampler: Sampler, sink: Sink, signal: Signal, body: bytes) -> None:
     try:
         with reservation(sink) as reserve:
             reserve(len(body))
-            await sink.export(METRICS, body)
+            await sink.export(signal, body)
     except Refusal as refusal:
         sampler.counts["requests_refused"] += 1
         if sampler.counts["requests_refused"] == 1:

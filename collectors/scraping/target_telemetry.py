@@ -22,6 +22,7 @@ from perfledger.collectors.scraping.conversion import (
     new_metric,
     target_info,
 )
+from perfledger.collectors.scraping.dcgm import typed
 from perfledger.collectors.scraping.exposition import Header, Series, UnusableScrape, parse
 from perfledger.collectors.scraping.series_memory import SeriesMemory
 from perfledger.collectors.scraping.targets import Target
@@ -64,7 +65,7 @@ class TargetTelemetry:
     def scraped(self, body: bytes, openmetrics: bool, time_ns: int, duration_s: float) -> bytes:
         """Return the request for a page; one that cannot be used is a failed scrape."""
         try:
-            page = parse(body, self._limits, openmetrics=openmetrics, known=self._series)
+            page = typed(parse(body, self._limits, openmetrics=openmetrics, known=self._series))
         except UnusableScrape as failure:
             return self.failed(failure.reason, time_ns, duration_s)
         self._series = page.series

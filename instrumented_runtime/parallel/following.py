@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import Counter
 from multiprocessing.connection import Connection
 
 import torch
@@ -49,13 +50,41 @@ def follow(
             end_ns = monotonic_ns()
             if routing is not None:
                 recorder.routed(routing, header.seq)
-            recorder.followed(header.seq, (start_ns, known_ns, end_ns), _batch(rows))
+            record_step(recorder, header.seq, (start_ns, known_ns, end_ns), rows, cache.block_size)
 
 
 def _batch(rows: StepRows) -> tuple[int, int, int]:
     """Return a step's sequences, its tokens of prompts, and its sequences that decode."""
     decoding = 0 if rows.decode is None else rows.decode.count
     return decoding + len(rows.chunks), len(rows.tokens) - decoding, decoding
+
+
+def _decodes(rows: StepRows) -> tuple[int, int]:
+    """Return the tokens that a step's decodes attend to, and the blocks that they gather."""
+    if rows.decode is None:
+        return 0, 0
+    before = int(rows.positions[: rows.decode.count].sum())
+    return before + rows.decode.count, len(rows.decode.table)
+
+
+def record_step(
+    recorder: Recorder, seq: int, times_ns: tuple[int, int, int], rows: StepRows, block_size: int
+) -> None:
+    """Tell of a step by its rows, as rank 0 does by its plan: chunks, moved blocks, the step.
+
+    `times_ns` are its start, when its rows were there, its end.
+    """
+    if rows.chunks:
+        every = range(len(rows.tokens))
+        sampled = Counter(every if rows.sampled is None else rows.sampled.tolist())
+    for one in rows.chunks:
+        samples = sampled[one.start + one.tokens - 1]
+        recorder.followed_chunk(seq, (one.context, one.tokens), samples, block_size)
+    if rows.moves is not None:
+        moves = (rows.moves.copies, rows.moves.swap_out, rows.moves.swap_in)
+        copied, out, back = (0 if pairs is None else len(pairs) for pairs in moves)
+        recorder.followed_moves(seq, (copied, out, back))
+    recorder.followed(seq, times_ns, _batch(rows), _decodes(rows))
 
 
 def end_with(lifeline: Connection) -> None:

@@ -18,6 +18,7 @@ from perfledger.instrumented_runtime.collectives import calls
 from perfledger.instrumented_runtime.collectives.copies import Crossing
 from perfledger.instrumented_runtime.model import Decoder
 from perfledger.instrumented_runtime.parallel.groups import Group
+from perfledger.instrumented_runtime.parallel.splits import runs_of
 
 
 class PipelineStage:
@@ -101,21 +102,9 @@ def split_rows(rows: StepRows, pieces: int) -> list[StepRows]:
     in none of them.
     """
     decoding = rows.decode.count if rows.decode is not None else 0
-    bounds = _bounds([1] * decoding + [one.tokens for one in rows.chunks], pieces)
+    bounds = runs_of([1] * decoding + [one.tokens for one in rows.chunks], pieces)
     sampled = None if rows.sampled is None else rows.sampled.cpu()
     return [_part(rows, sampled, decoding, start, end) for start, end in bounds]
-
-
-def _bounds(sizes: list[int], pieces: int) -> list[tuple[int, int]]:
-    """Return [start, end) of runs of `sizes`, each closed as soon as it has its share."""
-    bounds: list[tuple[int, int]] = []
-    total, start, done = sum(sizes), 0, 0
-    for index, size in enumerate(sizes, 1):
-        done += size
-        if done * pieces >= total * (len(bounds) + 1) or index == len(sizes):
-            bounds.append((start, index))
-            start = index
-    return bounds
 
 
 def _part(rows: StepRows, sampled: Tensor | None, decoding: int, start: int, end: int) -> StepRows:

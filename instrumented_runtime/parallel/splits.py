@@ -48,3 +48,15 @@ def tokens_a_rank(block_size: int, ranks: int) -> int:
             fix=f"a --block-size that {ranks} divides",
         )
     return block_size // ranks
+
+
+def runs_of(sizes: list[int], pieces: int) -> list[tuple[int, int]]:
+    """Return [start, end) of runs of `sizes`, each closed as soon as it has its share."""
+    bounds: list[tuple[int, int]] = []
+    total, start, done = sum(sizes), 0, 0
+    for index, size in enumerate(sizes, 1):
+        done += size
+        if done * pieces >= total * (len(bounds) + 1) or index == len(sizes):
+            bounds.append((start, index))
+            start = index
+    return bounds

@@ -1,0 +1,1 @@
+"""Ceilings: how fast this host moves bytes and multiplies, measured."""
