@@ -102,8 +102,7 @@ class Recorder:
             batch = (decodes + len(chunks), sum([chunk.tokens for chunk in chunks]), decodes)
         else:
             batch = (decodes, 0, decodes)
-        # The step is behind them: `computed` are the tokens that each attended to.
-        decoded = pack_decodes(sum([one.computed for one in plan.decodes]), gathered_blocks)
+        decoded = pack_decodes(plan.context_tokens, gathered_blocks)
         self._write(STEP, (seq, *times_ns, *batch, *counts, cpu_ns, decoded))
 
     def followed_chunk(

@@ -34,6 +34,7 @@ class StepPlan:
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    context_tokens: int = 0  # that its decodes attended to, once it is computed
 
     def sampled(self) -> list[Sequence]:
         """Return the sequences that get a token, in the order of the batch's rows."""

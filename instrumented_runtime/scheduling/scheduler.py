@@ -105,10 +105,13 @@ class Scheduler:
     def finish_step(self, plan: StepPlan) -> None:
         """Note what the step computed. Tokens sampled are appended by the caller, after this."""
         size, store = self.kv.block_size, self.limits.prefix_cache
+        context = 0
         for sequence in plan.decodes:
-            sequence.computed += 1
-            if store and not sequence.computed % size:
+            computed = sequence.computed = sequence.computed + 1
+            context += computed
+            if store and not computed % size:
                 self.tables.store_full(sequence)
+        plan.context_tokens = context
         for chunk in plan.chunks:
             sequence, account = chunk.sequence, chunk.sequence.of.account
             account.recomputed_tokens += chunk.recomputed
