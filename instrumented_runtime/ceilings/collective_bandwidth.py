@@ -164,8 +164,8 @@ def _calling(
     other = torch.ones_like(whole)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, share),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, whole),
+        "all_gather": lambda: dist.all_gather_single(whole, share),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(share, whole),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
