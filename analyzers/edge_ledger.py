@@ -1,6 +1,7 @@
 """The ledger of a selection: every edge measured, derived or not observable, and the roofline."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import polars as pl
 
@@ -64,16 +65,51 @@ def edge_ledger(selection: Selection, ceilings: str = MEASURED_CEILINGS) -> Edge
     host, UsageError for ceilings that are not there.
     """
     selection = selection.resolved()
-    steps = find_step_sums(selection)
-    traffic = pl.concat([collective_traffic(selection), copy_traffic(selection)])
-    window = _window(steps, traffic)
-    if window == _NO_WINDOW:
-        raise _nothing(selection)
+    with ThreadPoolExecutor(1) as beside:  # two cores are faster than one
+        reading = beside.submit(_traffic, selection)
+        steps = find_step_sums(selection)
+        traffic = reading.result()
+        window = _window(steps, traffic)
+        if window == _NO_WINDOW:
+            raise _nothing(selection)
+        losses = beside.submit(_losses, selection, steps, window)
+        seen = _see(selection, steps, traffic, window, ceilings)
+        edges = edge_lines(seen)
+        nearest, unranked = rank(edges, seen.ceilings)
+        return EdgeLedger(
+            selection=selection.describe(),
+            from_ns=window[0],
+            to_ns=window[1],
+            steps=steps.steps,
+            steps_without_work=steps.without_work,
+            tokens=steps.tokens,
+            nodes=node_lines(seen, selection),
+            edges=edges,
+            nearest=nearest,
+            unranked=unranked,
+            roofline=memory_roofline(steps, seen.devices, seen.facts, seen.ceilings, traffic),
+            ceilings=_source(seen.ceilings),
+            losses=tuple(losses.result()),
+            active_share=_active_share(seen),
+        )
+
+
+def _traffic(selection: Selection) -> pl.DataFrame:
+    return pl.concat([collective_traffic(selection), copy_traffic(selection)])
+
+
+def _see(
+    selection: Selection,
+    steps: StepSums,
+    traffic: pl.DataFrame,
+    window: tuple[int, int],
+    ceilings: str,
+) -> Seen:
+    """Gather what all edges are made from."""
     points = points_of(selection, (*POINT_NAMES, *CAPACITY_NAMES), (*POINT_KEYS, *_MORE), window)
     hosts = _hosts(selection, points, window)
-    chosen = choose_ceilings(selection, hosts, ceilings, _device_names(selection, window))
     facts = engine_facts(selection, steps)
-    seen = Seen(
+    return Seen(
         window=window,
         hosts=tuple(hosts),
         steps=steps,
@@ -82,25 +118,7 @@ def edge_ledger(selection: Selection, ceilings: str = MEASURED_CEILINGS) -> Edge
         traffic=traffic,
         points=_of_hosts(points, hosts),
         neighbours=_neighbours(selection, hosts, steps, traffic),
-        ceilings=chosen,
-    )
-    edges = edge_lines(seen)
-    nearest, unranked = rank(edges, chosen)
-    return EdgeLedger(
-        selection=selection.describe(),
-        from_ns=window[0],
-        to_ns=window[1],
-        steps=steps.steps,
-        steps_without_work=steps.without_work,
-        tokens=steps.tokens,
-        nodes=node_lines(seen, selection),
-        edges=edges,
-        nearest=nearest,
-        unranked=unranked,
-        roofline=memory_roofline(steps, seen.devices, facts, chosen, traffic),
-        ceilings=_source(chosen),
-        losses=tuple(_losses(selection, steps, window)),
-        active_share=_active_share(seen),
+        ceilings=choose_ceilings(selection, hosts, ceilings, _device_names(selection, window)),
     )
 
 
