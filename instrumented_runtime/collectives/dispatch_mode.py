@@ -60,8 +60,7 @@ class CollectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = object()
         self._observation.started(pending, key)
         try:
-            future = dist.Work.unbox(boxed).get_future()
-            future.add_done_callback(lambda _: self._observation.ended(key))
+            self._observation.watch(key, dist.Work.unbox(boxed).get_future())
         except Exception:  # send, recv and some backends have none
             return
 

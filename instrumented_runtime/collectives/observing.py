@@ -9,6 +9,7 @@ The program never notices: what goes wrong here is counted, and the call goes on
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -42,15 +43,17 @@ from perfledger.instrumented_runtime.collectives.sent_bytes import (
 from perfledger.schema.clocks import monotonic_ns
 
 MOST_PENDING = 4096  # calls that nobody has waited for yet
+TOLD_WITHIN_S = 5.0
 
 
 class Pending:
     """A call that has not ended, or whose end nobody has seen."""
 
-    __slots__ = ("call", "device_start")
+    __slots__ = ("call", "device_start", "future")
 
     def __init__(self, call: CollectiveCall, device_start: torch.Event | None) -> None:
         self.call, self.device_start = call, device_start
+        self.future: Any = None  # that tells of its end from a thread of its own
 
 
 class Observation:
@@ -61,6 +64,7 @@ class Observation:
         self.errors = 0
         self.last_error = ""
         self._pending: dict[object, Pending] = {}
+        self._telling = 0  # calls taken out of it, of which the sink does not know yet
         self._lock = threading.Lock()  # autograd and futures have threads of their own
 
     def begin(self, describe: Callable[[], tuple[Message, GroupFacts]]) -> Pending | None:
@@ -87,11 +91,21 @@ class Observation:
         if left is not None:
             self._tell(left.call)
 
+    def watch(self, key: object, future: Any) -> None:
+        """The end of the call is told by a torch Future."""
+        if (pending := self._pending.get(key)) is not None:
+            pending.future = future
+        future.add_done_callback(lambda _: self.ended(key))
+
     def ended(self, key: object) -> None:
         """Somebody waited for a call, and it has ended."""
-        pending = self._pending.pop(key, None)
+        with self._lock:
+            pending = self._pending.pop(key, None)
+            self._telling += pending is not None
         if pending is not None:
             self.end(pending)
+            with self._lock:
+                self._telling -= 1
 
     def end(self, pending: Pending | None) -> None:
         """A call has ended, or on a device has been enqueued."""
@@ -112,11 +126,23 @@ class Observation:
             self._failed(error)
 
     def finish(self) -> None:
-        """Tell of the calls that nobody waited for: their end is not known."""
+        """Tell of the calls that nobody waited for: their end is not known.
+
+        A future that is done wakes the program first and tells us second: that is waited for.
+        """
+        give_up_s = time.monotonic() + TOLD_WITHIN_S
+        while time.monotonic() < give_up_s and self._is_being_told():
+            time.sleep(0.001)
         with self._lock:
             left, self._pending = list(self._pending.values()), {}
         for pending in left:
             self._tell(pending.call)
+
+    def _is_being_told(self) -> bool:
+        with self._lock:
+            futures = [pending.future for pending in self._pending.values()]
+            telling = self._telling
+        return telling > 0 or any(future is not None and future.done() for future in futures)
 
     def _tell(self, call: CollectiveCall) -> None:
         try:
@@ -266,7 +292,7 @@ def _get_future(_: str, original: Wrapper) -> Wrapper:
         future = original(work)
         if (observation := _active.observation) is not None:
             key = id(work)
-            future.add_done_callback(lambda _: observation.ended(key))
+            observation.watch(key, future)
         return future
 
     return get_future
