@@ -56,8 +56,13 @@ def work_columns(shape: pl.Series, told: pl.DataFrame) -> pl.DataFrame:
         except UsageError:
             continue
         at = (shape == text).fill_null(False).arg_true()
-        batch, known[at] = _batch(told[at], model)
-        for name, values in step_work(model, batch).items():
+        try:
+            batch, sure = _batch(told[at], model)
+            found = step_work(model, batch)
+        except OverflowError:  # sizes that no model has; nothing else of the batch is touched
+            continue
+        known[at] = sure
+        for name, values in found.items():
             work[name][at] = values
     nulls = pl.Series(~known)
     return pl.DataFrame({name: pl.Series(work[name]).set(nulls, None) for name in WORK_COLUMNS})

@@ -252,6 +252,8 @@ def test_what_is_not_told_is_null() -> None:
         DECODE | {"perfledger.step.decode_gathered_blocks": -6},
         DECODE | {"perfledger.step.decode_gathered_blocks": 1 << 62},
         DECODE | {SHAPE_ATTRIBUTE: str(replace(TINY, layers=1 << 40, hidden=1 << 40))},
+        DECODE | {SHAPE_ATTRIBUTE: "hidden=1099511627776,element=1099511627776,first=1"},
+        DECODE | {SHAPE_ATTRIBUTE: str(replace(TINY, hidden=1 << 40, element=1 << 40))},
     ]
     assert work_of([DECODE, *unknown, DECODE]) == [told, *[nothing] * len(unknown), told]
 
