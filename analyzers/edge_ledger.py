@@ -28,7 +28,6 @@ from perfledger.analyzers.roofline import TOO_MUCH
 from perfledger.analyzers.step_sums import StepSums, find_step_sums
 from perfledger.analyzers.telemetry_loss import lost_on_the_way
 from perfledger.schema.ceilings import MEASURED as MEASURED_CEILINGS
-from perfledger.schema.edges import EDGE
 from perfledger.schema.errors import NoDataError
 
 DEFINITIONS = {
@@ -253,8 +252,3 @@ def _nothing(selection: Selection) -> NoDataError:
         where=f"{where}: {selection.describe()}",
         fix="widen the selection; steps are stored some seconds after they ended",
     )
-
-
-def edge_of(found: EdgeLedger, name: str) -> EdgeLine:
-    """Return the line of an edge. Raises KeyError for another name."""
-    return {line.edge: line for line in found.edges}[EDGE[name].name]

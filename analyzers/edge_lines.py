@@ -37,15 +37,7 @@ from perfledger.analyzers.step_sums import StepSums
 from perfledger.schema import topology
 from perfledger.schema.edges import EDGE
 
-WORDS = {
-    "registers_sram": ("read", "written"),
-    "device_memory": ("read", "written"),
-    "host_device": ("to device", "to host"),
-    "scale_up": ("sent", "received"),
-    "network": ("sent", "received"),
-    "storage_local": ("read", "written"),
-    "storage_object": ("read", "written"),
-}
+WHOLE_HOST = "counters are of the whole host: whose bytes they are, nobody tells"
 
 
 def edge_lines(seen: Seen) -> tuple[EdgeLine, ...]:
@@ -202,9 +194,7 @@ def _network(seen: Seen) -> EdgeLine:
     return replace(
         line,
         contenders=(*_traffic_contenders(seen, "network"), *(_unseen(flows) if flow else ())),
-        contention=""
-        if flow
-        else "counters are of the whole host: whose bytes they are, nobody tells",
+        contention="" if flow else WHOLE_HOST,
         topology=f"interfaces {', '.join(part.name for part in counted.parts)}" if counted else "",
     )
 
@@ -222,9 +212,7 @@ def _storage_local(seen: Seen) -> EdgeLine:
     return replace(
         line,
         contenders=(*_traffic_contenders(seen, "storage_local"), *(_unseen(flows) if flow else ())),
-        contention=""
-        if flow
-        else "counters are of the whole host: whose bytes they are, nobody tells",
+        contention="" if flow else WHOLE_HOST,
         topology=f"disks {', '.join(part.name for part in disks.parts)}" if disks else "",
     )
 
@@ -265,8 +253,8 @@ def _line(
         edge=edge,
         source=nodes.source,
         target=nodes.target,
-        forward=WORDS[edge][0],
-        backward=WORDS[edge][1],
+        forward=EDGE[edge].ways[0],
+        backward=EDGE[edge].ways[1],
         provenance=flows[0].provenance if flows else NOT_OBSERVABLE,
         why="",
         flows=tuple(flows),

@@ -125,7 +125,7 @@ def memory_ceiling(
     flow: Flow, steps: StepSums, devices: Sequence[Device], ceilings: ChosenCeilings
 ) -> tuple[CeilingShare | None, str]:
     """Return the ceiling of the memory for what a step touches, or why there is none."""
-    roof = _memory_roof(_works(steps, devices, None), len(devices), ceilings)
+    roof = _memory_roof(_works(steps, devices, None), ceilings)
     if roof is None:
         return None, ceilings.note or "the memory's bandwidth was not measured"
     share = flow.bytes_per_s / roof.value if flow.bytes_per_s is not None else None
@@ -152,7 +152,7 @@ def memory_roofline(
             if len(calls):
                 share = _collective_share(steps, devices, kind, calls)
                 work = replace(work, collective_share=share)
-            pairs.append((work, _roofs(work, len(devices), dtypes, ceilings)))
+            pairs.append((work, _roofs(work, dtypes, ceilings)))
     return roofline(pairs, _sheet_roofs(dtypes, ceilings))
 
 
@@ -186,14 +186,14 @@ def _works(steps: StepSums, devices: Sequence[Device], kind: str | None) -> Work
     )
 
 
-def _roofs(work: Work, devices: int, dtypes: list[str], ceilings: ChosenCeilings) -> Roofs:
+def _roofs(work: Work, dtypes: list[str], ceilings: ChosenCeilings) -> Roofs:
     compute = _compute_roof(work, dtypes, ceilings) if len(dtypes) == 1 else None
     launch_ns = None
     if ceilings.measured is not None:
         costs = [item.value for item in ceilings.measured.of(HOST, "launch")]
         launch_ns = min(costs, default=None)
     step_ns = _step_ns(_rows(work), ceilings)
-    return Roofs(_memory_roof(work, devices, ceilings), compute, launch_ns, step_ns)
+    return Roofs(_memory_roof(work, ceilings), compute, launch_ns, step_ns)
 
 
 def _rows(work: Work) -> int:
@@ -207,7 +207,7 @@ def _step_ns(rows: int, ceilings: ChosenCeilings) -> float:
     return told[min(told, key=lambda m: abs(np.log(m / rows)))] if told else 0.0
 
 
-def _memory_roof(work: Work, devices: int, ceilings: ChosenCeilings) -> Roof | None:
+def _memory_roof(work: Work, ceilings: ChosenCeilings) -> Roof | None:
     """Return the bandwidth for as many bytes as a step touches on one device."""
     measured = ceilings.measured
     if measured is not None and work.steps:

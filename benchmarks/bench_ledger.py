@@ -8,45 +8,35 @@ process from the outside. The sums that it prints are compared with those of the
 """
 
 import json
-import os
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves it out
+from command_cost import cost_on_store  # noqa: E402
 from recording import write_result  # noqa: E402
 
-HERE = Path(__file__).parent
 GOAL = "perfledger ledger over a million steps: under 3 s, under 1 GiB"
-RUNS = 5
-COMMAND = [sys.executable, "-P", "-m", "perfledger", "ledger", "--json", "--store"]
 
 
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: a child's peak memory starts at what its parent holds.
-        make = [sys.executable, str(HERE / "synthetic_steps.py"), folder, str(steps)]
-        rows = json.loads(subprocess.run(make, check=True, capture_output=True).stdout)
-        stored = sum(path.stat().st_size for path in Path(folder).rglob("*.parquet"))
-        expected = _sums(folder)
-        runs = [_measure(folder, rows["steps"], expected) for _ in range(RUNS)]
-    walls = [run["wall_s"] for run in runs]
-    peaks = [run["peak_rss_bytes"] for run in runs]
-    result = {
-        "rows": rows,
-        "store_bytes": stored,
-        "runs": runs,
-        "wall_s_median": statistics.median(walls),
-        "wall_s_min": min(walls),
-        "peak_rss_bytes_max": max(peaks),
-        "reached": statistics.median(walls) < 3 and max(peaks) < 2**30,
-    }
-    print(f"wall {[round(wall, 2) for wall in walls]} s, peak {max(peaks) / 2**20:.0f} MiB")
-    write_result("ledger", GOAL, result)
+    write_result(
+        "ledger", GOAL, cost_on_store("ledger", "synthetic_steps.py", steps, 3, _expect_sums)
+    )
+
+
+def _expect_sums(folder: str) -> Callable[..., None]:
+    expected = _sums(folder)
+
+    def check(printed: Mapping[str, Any], rows: Mapping[str, int]) -> None:
+        edge = next(line for line in printed["edges"] if line["edge"] == "device_memory")
+        moved = [edge["flows"][0]["forward_bytes"], edge["flows"][0]["backward_bytes"]]
+        assert (printed["steps"], moved) == (rows["steps"], expected)
+
+    return check
 
 
 def _sums(folder: str) -> list[int]:
@@ -60,25 +50,6 @@ def _sums(folder: str) -> list[int]:
     )
     out = subprocess.run([sys.executable, "-c", script, folder], check=True, capture_output=True)
     return [int(size) for size in json.loads(out.stdout)]
-
-
-def _measure(store: str, steps: int, expected: list[int]) -> dict[str, float]:
-    """Run the command once; wall time and, from the kernel, CPU time and peak memory."""
-    before = time.monotonic()
-    process = subprocess.Popen([*COMMAND, store], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    printed = json.loads(process.stdout.read())
-    _, status, usage = os.wait4(process.pid, 0)
-    wall_s = time.monotonic() - before
-    process.returncode = os.waitstatus_to_exitcode(status)
-    edge = next(line for line in printed["edges"] if line["edge"] == "device_memory")
-    moved = [edge["flows"][0]["forward_bytes"], edge["flows"][0]["backward_bytes"]]
-    assert (process.returncode, printed["steps"], moved) == (0, steps, expected)
-    return {
-        "wall_s": wall_s,
-        "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_rss_bytes": usage.ru_maxrss * 1024,
-    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from perfledger.attribution_summary import print_attribution, print_slowest
 from perfledger.output import add_json, print_json
 from perfledger.schema.errors import PartialInputError
-from perfledger.selection import add_selection, add_store, time_range
+from perfledger.selection import add_selection, add_store, selected
 
 if TYPE_CHECKING:
     import polars as pl
@@ -68,17 +68,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Print it. Raises NoDataError on nothing, PartialInputError where something is lost."""
-    from perfledger import analyzers
     from perfledger.analyzers.attribution import attribute
 
-    times = time_range(args)
-    selection = analyzers.open(args.store, args.namespace).where(
-        run=args.run_id,
-        service=args.service,
-        from_ns=times.from_ns,
-        to_ns=times.to_ns,
-        replica=args.replica,
-    )
+    selection = selected(args)
     if args.per_request or args.jsonl:
         return _per_request(args, selection)
     found = attribute(selection)

@@ -3,9 +3,9 @@
 import argparse
 import textwrap
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
+from perfledger.nvml_files import add_recording, recorder
 from perfledger.output import WIDTH, add_json, percent, print_json, print_table
 from perfledger.schema.errors import NoDataError, UsageError
 
@@ -51,9 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="S",
         help="between two samples (default %(default)g)",
     )
-    files = parser.add_mutually_exclusive_group()
-    files.add_argument("--record", type=Path, metavar="FILE", help="write down NVML's answers")
-    files.add_argument("--replay", type=Path, metavar="FILE", help="a recording in place of NVML")
+    add_recording(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -80,20 +78,11 @@ def run(args: argparse.Namespace) -> int:
 def _sampler(args: argparse.Namespace) -> "DeviceSampler":
     from perfledger.collectors.device.device_sampler import DeviceSampler
     from perfledger.collectors.device.device_settings import DeviceSettings
-    from perfledger.collectors.device.nvml_calls import NvmlLibrary
-    from perfledger.collectors.device.nvml_recording import Recorder
 
     settings = DeviceSettings(period_s=args.period, replay=args.replay)
     if args.record is None:
         return DeviceSampler(settings)
-    return DeviceSampler(settings, Recorder(NvmlLibrary(), _new_file(args.record)))
-
-
-def _new_file(path: Path) -> TextIO:
-    try:
-        return path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return DeviceSampler(settings, recorder(args.record))
 
 
 def _print(watched: "Watched", sampler: "DeviceSampler") -> None:

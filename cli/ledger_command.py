@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from perfledger.output import add_json, print_json
 from perfledger.schema.edges import EDGE
 from perfledger.schema.errors import PartialInputError, UsageError
-from perfledger.selection import add_selection, add_store, time_range
+from perfledger.selection import add_selection, add_store, selected
 
 if TYPE_CHECKING:
     from perfledger.analyzers.edges import EdgeLedger
@@ -67,19 +67,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Print it. Raises NoDataError on nothing, PartialInputError where something is lost."""
-    from perfledger import analyzers
     from perfledger.analyzers.edge_ledger import edge_ledger
     from perfledger.analyzers.energy import energy_of
     from perfledger.ledger_summary import print_edge, print_ledger
 
-    times = time_range(args)
-    selection = analyzers.open(args.store, args.namespace).where(
-        run=args.run_id,
-        service=args.service,
-        from_ns=times.from_ns,
-        to_ns=times.to_ns,
-        replica=args.replica,
-    )
+    selection = selected(args)
     found = edge_ledger(selection, args.ceilings)
     energy = energy_of(selection)
     if args.page:

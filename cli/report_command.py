@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perfledger.output import add_json, print_json
 from perfledger.schema.errors import UsageError
-from perfledger.selection import add_selection, add_store, time_range
+from perfledger.selection import add_selection, add_store, selected
 
 EXAMPLES = """\
 examples:
@@ -39,7 +39,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Write both files; 4 where no request matches."""
-    from perfledger import analyzers
     from perfledger.analyzers.attribution import attribute
     from perfledger.report import write_report
 
@@ -47,10 +46,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.output, trace):
         if path.is_dir():
             raise UsageError(f"{path} is a folder", fix=f"name a file: {path / 'report.html'}")
-    times = time_range(args)
-    selection = analyzers.open(args.store, args.namespace).where(
-        run=args.run_id, service=args.service, from_ns=times.from_ns, to_ns=times.to_ns
-    )
+    selection = selected(args)
     found = attribute(selection)
     traced = write_report(selection, found, None, args.output, trace)
     if args.json:

@@ -6,8 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from perfledger.schema.errors import UsageError
+
+if TYPE_CHECKING:
+    from perfledger.analyzers.ledger import Selection
 
 _AGO = re.compile(r"-(\d+)([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -66,6 +70,23 @@ def time_range(arguments: argparse.Namespace, now_ns: int | None = None) -> Time
     if None not in bounds and bounds[0] >= bounds[1]:  # type: ignore[operator]
         raise UsageError("--from is not before --to")
     return TimeRange(bounds[0], bounds[1])
+
+
+def selected(arguments: argparse.Namespace) -> "Selection":
+    """Return what the flags select, of one replica where the command has --replica.
+
+    Raises UsageError on a bad store or time.
+    """
+    from perfledger import analyzers
+
+    times = time_range(arguments)
+    return analyzers.open(arguments.store, arguments.namespace).where(
+        run=arguments.run_id,
+        service=arguments.service,
+        from_ns=times.from_ns,
+        to_ns=times.to_ns,
+        replica=getattr(arguments, "replica", ""),
+    )
 
 
 def _parse(text: str, now_ns: int) -> int | None:

@@ -3,8 +3,9 @@
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
+from perfledger.nvml_files import add_recording, recorder
 from perfledger.output import add_json, print_json
 from perfledger.schema.errors import UsageError
 
@@ -41,9 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="DIR",
         help="where the machine's /proc and /sys are (default /)",
     )
-    files = parser.add_mutually_exclusive_group()
-    files.add_argument("--record", type=Path, metavar="FILE", help="write down NVML's answers")
-    files.add_argument("--replay", type=Path, metavar="FILE", help="a recording in place of NVML")
+    add_recording(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -72,21 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _calls(args: argparse.Namespace) -> "tuple[Calls | None, str]":
     """Return what answers for NVML (None: the library itself), and what has to be said of it."""
-    from perfledger.collectors.device.nvml_calls import NvmlLibrary
-    from perfledger.collectors.device.nvml_recording import Recorder, Replay, read_recording
+    from perfledger.collectors.device.nvml_recording import Replay, read_recording
 
     if args.record is not None:
-        return Recorder(NvmlLibrary(), _new_file(args.record)), ""
+        return recorder(args.record), ""
     if args.replay is None:
         return None, ""
     recording = read_recording(args.replay)
     kind = "synthetic: written by hand, no device said this" if recording.synthetic else "recorded"
     note = "".join(filter(str.isprintable, recording.note))
     return Replay(recording), f"GPUs are replayed ({kind})" + (f": {note}" if note else "")
-
-
-def _new_file(path: Path) -> TextIO:
-    try:
-        return path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error

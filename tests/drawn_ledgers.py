@@ -30,15 +30,6 @@ from perfledger.analyzers.roofline import (
 )
 from perfledger.schema.edges import EDGES, NODES
 
-DIRECTIONS = {
-    "registers_sram": ("read", "written"),
-    "device_memory": ("read", "written"),
-    "host_device": ("to device", "to host"),
-    "scale_up": ("sent", "received"),
-    "network": ("sent", "received"),
-    "storage_local": ("read", "written"),
-    "storage_object": ("read", "written"),
-}
 OPERATORS = ("embedding", "norm", "linear", "attention", "moe", "elementwise", "sampling")
 # FLOPs a byte of one operator class; embedding only moves bytes.
 INTENSITY = {
@@ -64,9 +55,9 @@ def unobserved(name: str) -> EdgeLine:
         name,
         edge.source,
         edge.target,
-        *DIRECTIONS[name],
+        *edge.ways,
         provenance=NOT_OBSERVABLE,
-        why=f"needs {edge.observable_by}",
+        why=f"nobody tells of it here: {edge.meaning}",
         flows=(),
         ceiling=None,
         no_ceiling="nothing to hold against one",

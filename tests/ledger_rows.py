@@ -6,7 +6,7 @@ from typing import Any
 
 from perfledger.analyzers import Selection
 from perfledger.analyzers.edge_ledger import edge_ledger
-from perfledger.analyzers.edges import EdgeLedger
+from perfledger.analyzers.edges import EdgeLedger, EdgeLine
 from perfledger.schema.ceilings import Ceiling, Ceilings
 from perfledger.schema.manifest import Manifest
 from perfledger.schema.step_work import (
@@ -228,3 +228,8 @@ def ledger_of(
 ) -> EdgeLedger:
     """Return the ledger of `store_of`."""
     return edge_ledger(Selection(store_of(folder, steps, device, **more)))
+
+
+def edge_of(found: EdgeLedger, name: str) -> EdgeLine:
+    """Return the line of an edge."""
+    return {line.edge: line for line in found.edges}[name]

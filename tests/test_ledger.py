@@ -11,6 +11,7 @@ from ledger_rows import (
     MS,
     ceiling,
     ceilings,
+    edge_of,
     fill,
     ledger_of,
     step,
@@ -20,7 +21,7 @@ from ledger_rows import (
 
 from perfledger.analyzers import Selection
 from perfledger.analyzers.contention import Contender
-from perfledger.analyzers.edge_ledger import edge_ledger, edge_of
+from perfledger.analyzers.edge_ledger import edge_ledger
 from perfledger.analyzers.edges import (
     CeilingShare,
     Flow,

@@ -14,6 +14,7 @@ from ledger_rows import (
     ceilings,
     collective,
     copy_span,
+    edge_of,
     fill,
     ledger_of,
     pairs,
@@ -23,7 +24,7 @@ from ledger_rows import (
 
 from perfledger.analyzers import Selection
 from perfledger.analyzers.contention import Contender
-from perfledger.analyzers.edge_ledger import edge_ledger, edge_of
+from perfledger.analyzers.edge_ledger import edge_ledger
 from perfledger.analyzers.edges import (
     CeilingShare,
     Held,

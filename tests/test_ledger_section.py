@@ -72,7 +72,9 @@ def test_a_flow_that_is_told_one_way_only_has_a_dash_for_the_other() -> None:
 
 def test_notes_hold_what_the_table_has_no_column_for() -> None:
     notes = dict(ledger_section(busy()).edge_notes)
-    assert notes["registers and SRAM"] == "needs a profiler's import only"
+    assert notes["registers and SRAM"] == (
+        "nobody tells of it here: between registers, SRAM and caches"
+    )
     assert notes["device memory"] == (
         "of it linear 501 GB; one access takes 96 ns here, measured; NUMA node 0; 2 of 2 cores; "
         "with it: process telemetry-collector (pid 4711), 31% of the time; with it: rank replica "

@@ -8,12 +8,12 @@ from hypothesis import strategies as some
 from ledger_rows import (
     MS,
     Row,
+    edge_of,
     ledger_of,
     step,
     work,
 )
 
-from perfledger.analyzers.edge_ledger import edge_of
 from perfledger.schema.step_work import CELL_COLUMNS, FLOP_COLUMNS
 
 LARGE = some.integers(0, 2**62)
